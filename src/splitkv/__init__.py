@@ -1,0 +1,24 @@
+"""splitkv: decode attention for long contexts, with one answer whatever the schedule."""
+
+from . import ops as _ops  # registers torch.ops.splitkv
+from .attention import DecodeAttention, decode_attention, merge_states
+from .checks import UnsupportedError
+from .plan import DecodePlan, plan_decode, workspace_bytes
+from .policy import SplitPolicy
+from .problem import DecodeProblem, DeviceSpec
+from .reference import reference_attention
+
+__version__ = "0.1.0"
+__all__ = [
+    "DecodeAttention",
+    "DecodePlan",
+    "DecodeProblem",
+    "DeviceSpec",
+    "SplitPolicy",
+    "UnsupportedError",
+    "decode_attention",
+    "merge_states",
+    "plan_decode",
+    "reference_attention",
+    "workspace_bytes",
+]

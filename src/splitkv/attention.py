@@ -1,0 +1,287 @@
+"""The public calls: check, plan, launch. The only file where policy and kernels meet."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backends import LAUNCHERS, launcher
+from .checks import DecodeInputs, UnsupportedError, check_inputs, check_out, check_workspace
+from .plan import DecodePlan, plan_decode
+from .policy import PACK_VARIABLE, SplitPolicy, parse_switch
+from .problem import DecodeProblem, DeviceSpec
+
+BACKEND_VARIABLE = "SPLITKV_BACKEND"
+TRITON_MAX_HEAD_DIM = 256
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor | int,
+    *,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    starts: Tensor | None = None,
+    mask: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    policy: str | SplitPolicy = "auto",
+    backend: str = "auto",
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    workspace: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of one new token (or up to 16) per row over a KV cache.
+
+    q: [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim]; f32, f16 or bf16.
+    k_cache, v_cache: [batch, capacity, num_kv_heads, head_dim], or with block_table [num_pages, page_size,
+        num_kv_heads, head_dim]; f32, f16, bf16, float8_e4m3fn or float8_e5m2; any strides with the last
+        dimension contiguous. K and V may differ in strides and head size.
+    seq_lens: [batch] int32 or int64, or one int: valid keys per row, the queries' own included. Query i of
+        q_len sees keys below seq_len - q_len + 1 + i. Lengths above the capacity count as the capacity.
+    block_table: [batch, max_pages] int32, the page of each logical page. Keys on pages outside the pool are
+        absent; entries past a row's length are never read.
+    softmax_scale: default head_dim ** -0.5. window: keys that a query sees, its own included (None or 0: all).
+    softcap: c * tanh(logit / c), before masking (None or 0: off). sinks: [num_q_heads] f32, one more logit in
+        each head's denominator. starts: [batch] int32, first visible key. mask: broadcastable to [batch,
+        num_q_heads, q_len, capacity]; bool (True: visible) or additive, on top of the causal rule.
+    k_scale, v_scale: what stored keys and values are multiplied by: a number, or f32 of one or num_kv_heads.
+    policy: how rows are split (see SplitPolicy). backend: auto, triton, rowwise (CUDA) or cpu.
+    out: where to write. workspace: scratch of at least plan_decode(...).workspace_bytes, for callers that own
+        theirs; two streams must not share one.
+
+    Returns out (q's shape with V's head size, q's dtype), and with return_lse also the log-sum-exp of the
+    logits, sinks included: natural log, f32, out's shape without the last dimension. A row with nothing to see
+    gives 0 and -inf. Bytes of a row do not depend on the other rows, the capacity or the pages ("one answer",
+    docs/one-answer.md). No gradients.
+
+    Raises TypeError (types, dtypes), ValueError (shapes, strides, devices, ranges), UnsupportedError.
+    """
+    if torch.compiler.is_compiling():
+        return _decode_compiled(
+            q, k_cache, v_cache, seq_lens, block_table, softmax_scale, window, softcap, sinks, starts, mask, k_scale,
+            v_scale, policy, backend, out, return_lse, workspace,
+        )  # fmt: skip
+    inputs = check_inputs(
+        q,
+        k_cache,
+        v_cache,
+        seq_lens,
+        block_table=block_table,
+        softmax_scale=softmax_scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        starts=starts,
+        mask=mask,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    check_out(out, q, inputs.problem.v_head_dim)
+    name = choose_backend(backend, inputs)
+    plan = plan_for(inputs.problem, q.device, policy)
+    check_workspace(workspace, plan.workspace_bytes, q)
+    return _launch(name, inputs, plan, q, out, return_lse, workspace)
+
+
+class DecodeAttention:
+    """A plan and its workspace, made once and reused: for decode loops and CUDA graphs.
+
+    problem: the shape of every call. policy: as in `decode_attention`. device: where (default: the current
+    CUDA device, else the CPU). `plan` is public; `workspace` belongs to this object, so use one object per
+    stream.
+    """
+
+    def __init__(
+        self, problem: DecodeProblem, policy: str | SplitPolicy = "auto", device: torch.device | str | None = None
+    ) -> None:
+        if not isinstance(problem, DecodeProblem):
+            raise TypeError(f"problem: expected a DecodeProblem, got {type(problem).__name__}")
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.empty(0, device=default if device is None else device).device
+        self.problem = problem
+        self.plan = plan_for(problem, self.device, policy)
+        self.workspace = torch.empty(self.plan.workspace_bytes, dtype=torch.uint8, device=self.device)
+
+    def run(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        seq_lens: Tensor | int,
+        *,
+        backend: str = "auto",
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        **options: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`decode_attention` with this object's plan and workspace; options are its keyword arguments.
+
+        Raises ValueError where the tensors do not have the problem's shape.
+        """
+        inputs = check_inputs(q, k_cache, v_cache, seq_lens, **options)
+        if inputs.problem != self.problem:
+            raise ValueError(f"run: expected tensors of {self.problem}, got {inputs.problem}")
+        if q.device != self.device:
+            raise ValueError(f"q: expected device {self.device} of this DecodeAttention, got {q.device}")
+        check_out(out, q, inputs.problem.v_head_dim)
+        name = choose_backend(backend, inputs)
+        return _launch(name, inputs, self.plan, q, out, return_lse, self.workspace)
+
+
+def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint sets of keys, from the attention over each.
+
+    outs: [parts, ..., v_head_dim], normalised outputs. lses: [parts, ...] f32, natural-log sums. Returns
+    (out, lse) without the first dimension, out in outs' dtype. Parts with lse -inf are left out whatever their
+    out holds; all empty gives (0, -inf). Raises TypeError, ValueError.
+    """
+    if not isinstance(outs, Tensor) or not isinstance(lses, Tensor):
+        raise TypeError(f"outs, lses: expected tensors, got {type(outs).__name__} and {type(lses).__name__}")
+    if outs.ndim < 2 or outs.shape[0] < 1:
+        raise ValueError(f"outs: expected [parts, ..., v_head_dim] of at least 1 part, got {tuple(outs.shape)}")
+    if outs.shape[:-1] != lses.shape:
+        raise ValueError(
+            f"lses: expected outs' shape {tuple(outs.shape)} without its last dimension, got {tuple(lses.shape)}"
+        )
+    if not outs.is_floating_point() or lses.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"outs, lses: expected floating outs and float32 lses, got {outs.dtype} and {lses.dtype}")
+    if outs.device != lses.device:
+        raise ValueError(f"tensors: expected all on one device, got outs on {outs.device}, lses on {lses.device}")
+    top = lses.amax(0)
+    weights = torch.exp(lses - torch.where(top == -torch.inf, 0.0, top))
+    total = weights.sum(0)
+    parts = torch.where((weights > 0).unsqueeze(-1), outs.to(lses.dtype), 0.0)
+    summed = (parts * weights.unsqueeze(-1)).sum(0)
+    out = summed / torch.where(total == 0, 1.0, total).unsqueeze(-1)
+    return out.to(outs.dtype), top + torch.log(total)
+
+
+def choose_backend(backend: str, inputs: DecodeInputs) -> str:
+    """The backend for these inputs. SPLITKV_BACKEND overrides `auto`; a choice that cannot run is refused."""
+    if not isinstance(backend, str):
+        raise TypeError(f"backend: expected a str, got {type(backend).__name__}")
+    if backend == "auto":
+        backend = os.environ.get(BACKEND_VARIABLE, "").strip().lower() or "auto"
+    on_cuda = inputs.q.is_cuda
+    if backend == "auto":
+        backend = "triton" if on_cuda else "cpu"
+    if backend not in LAUNCHERS:
+        raise ValueError(f"backend: expected auto, {', '.join(LAUNCHERS)}, got {backend!r}")
+    if backend == "cpu":
+        if inputs.q.device.type != "cpu":
+            raise ValueError(f"backend: cpu expects tensors on the CPU, got {inputs.q.device}")
+        return backend
+    if not on_cuda and not _interpreting():
+        raise ValueError(f"backend: {backend} expects CUDA tensors, got {inputs.q.device}")
+    problem = inputs.problem
+    if max(problem.head_dim, problem.v_head_dim) > TRITON_MAX_HEAD_DIM:
+        raise UnsupportedError(
+            f"k_cache: backend {backend} supports head_dim up to {TRITON_MAX_HEAD_DIM}, got {problem.head_dim}; "
+            "supported at this size: backend cpu"
+        )
+    return backend
+
+
+def plan_for(problem: DecodeProblem, device: torch.device, policy: str | SplitPolicy) -> DecodePlan:
+    """The plan that a call on this device uses. Raises TypeError, and ValueError for a policy that is not known."""
+    if not isinstance(policy, (str, SplitPolicy)):
+        raise TypeError(f"policy: expected a SplitPolicy or a str, got {type(policy).__name__}")
+    if isinstance(policy, str) and SplitPolicy.parse(policy) is None:
+        raise ValueError(
+            "policy: expected a SplitPolicy or one of auto, waves, capacity, length, legacy, off, or a number of "
+            f"splits, got {policy!r}"
+        )
+    packed = parse_switch(os.environ.get(PACK_VARIABLE, ""), declared=True)
+    return plan_decode(problem, _device_spec(device), policy, pack_gqa=packed)
+
+
+@cache
+def _device_spec(device: torch.device) -> DeviceSpec:
+    return DeviceSpec.current(device.index) if device.type == "cuda" else DeviceSpec.cpu()
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _launch(
+    backend: str,
+    inputs: DecodeInputs,
+    plan: DecodePlan,
+    q: Tensor,
+    out: Tensor | None,
+    return_lse: bool,
+    workspace: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    if out is None:
+        out = torch.empty((*q.shape[:-1], plan.problem.v_head_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
+    if workspace is None and plan.splits:
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=q.device)
+    launcher(backend)(
+        **inputs.launch_arguments(),
+        out=out if out.ndim == 4 else out.unsqueeze(1),
+        lse=lse if lse is None or lse.ndim == 3 else lse.unsqueeze(1),
+        workspace=workspace,
+        plan=plan,
+    )
+    return out if lse is None else (out, lse)
+
+
+def _decode_compiled(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor | int,
+    block_table: Tensor | None,
+    softmax_scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    starts: Tensor | None,
+    mask: Tensor | None,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
+    policy: str | SplitPolicy,
+    backend: str,
+    out: Tensor | None,
+    return_lse: bool,
+    workspace: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same call through the registered operator (ops.py), which torch.compile takes as one node."""
+    check_out(out, q, v_cache.shape[-1])  # here, as copy_ would convert and broadcast
+    uniform = not isinstance(seq_lens, Tensor)
+    result, lse = torch.ops.splitkv.decode_attention(
+        q,
+        k_cache,
+        v_cache,
+        None if uniform else seq_lens,
+        seq_lens if uniform else 0,
+        block_table,
+        softmax_scale,
+        window,
+        softcap,
+        sinks,
+        starts,
+        mask,
+        k_scale if isinstance(k_scale, Tensor) else None,
+        v_scale if isinstance(v_scale, Tensor) else None,
+        None if isinstance(k_scale, Tensor) else k_scale,
+        None if isinstance(v_scale, Tensor) else v_scale,
+        policy if isinstance(policy, str) else policy.label,
+        backend,
+    )
+    if out is not None:
+        out.copy_(result)
+        result = out
+    return (result, lse) if return_lse else result

@@ -1,0 +1,149 @@
+"""Compile the CPU kernel with the system's C compiler, once per machine, and load it.
+
+The library is cached under a hash of everything that shapes it (sources, flags, compiler, processor) and moved
+into place whole, so processes that start together may all build it and none sees half a file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("cpu_kernel.c")
+HEADERS = ("cpu_call.h", "cpu_rows.h", "cpu_tile.h", "cpu_tree.h", "cpu_vec.h")
+
+BASE_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC", "-shared")
+FLAG_LADDER = (  # best first: the first rung that the compiler takes is used
+    ("-march=native", "-fopenmp"),
+    ("-mcpu=native", "-fopenmp"),
+    ("-march=native",),
+    ("-mcpu=native",),
+    (),
+)
+COMPILE_TIMEOUT_S = 120
+
+
+class BuildError(RuntimeError):
+    """No library could be made; the text says why, for people."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """The loaded kernel, where it lies, the compiler's own name for itself, and the flags that it took."""
+
+    functions: ctypes.CDLL
+    path: Path
+    compiler: str
+    flags: tuple[str, ...]
+
+
+def load_library() -> Library:
+    """The kernel for this machine, from the cache or compiled now. Raises BuildError."""
+    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    compiler = _compiler_version(command)
+    directory = _cache_directory()
+    first_failure = ""
+    for flags in FLAG_LADDER:
+        path = directory / f"cpu-{_fingerprint(command, compiler, flags)}.so"
+        failure = "" if path.exists() else _compile(command, flags, path)
+        if not failure:
+            return Library(_load(command, flags, path), path, compiler, flags)
+        first_failure = first_failure or failure
+    raise BuildError(first_failure)
+
+
+def _load(command: list[str], flags: tuple[str, ...], path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:  # a file that a crash or a full disk has spoilt is made again
+        path.unlink(missing_ok=True)
+        failure = _compile(command, flags, path)
+    if failure:
+        raise BuildError(failure)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"the compiled kernel does not load: {error}") from error
+
+
+def _cache_directory() -> Path:
+    """$XDG_CACHE_HOME/splitkv or ~/.cache/splitkv, made if need be; where neither can be written, a new
+    temporary directory, so that a read-only home costs a compilation per process and nothing else."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        directory = (Path(base) if base else Path.home() / ".cache") / "splitkv"
+        directory.mkdir(parents=True, exist_ok=True)
+        if os.access(directory, os.W_OK | os.X_OK):
+            return directory
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        pass
+    try:
+        return Path(tempfile.mkdtemp(prefix="splitkv-"))
+    except OSError as error:
+        raise BuildError(f"no directory to keep the compiled kernel in: {error}") from error
+
+
+def _compiler_version(command: list[str]) -> str:
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"the C compiler {command[0]!r} does not run: {error}") from error
+    if done.returncode:
+        raise BuildError(f"the C compiler {command[0]!r} does not run: {_first_line(done.stderr or done.stdout)}")
+    return _first_line(done.stdout)
+
+
+def _fingerprint(command: list[str], compiler: str, flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for name in (SOURCE.name, *HEADERS):
+        digest.update(SOURCE.with_name(name).read_bytes())
+    digest.update(repr((command, compiler, BASE_FLAGS, flags, _processor())).encode())
+    return digest.hexdigest()[:24]
+
+
+def _processor() -> tuple[str, ...]:
+    """What `native` depends on: the model and its instruction sets."""
+    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    found: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in wanted:
+                found.setdefault(name.strip(), value.strip())
+    except OSError:  # not Linux: the platform's own description has to do
+        pass
+    return (platform.machine(), platform.processor(), *found.values())
+
+
+def _compile(command: list[str], flags: tuple[str, ...], path: Path) -> str:
+    """Compile into `path`, whole or not at all. Returns what went wrong, or nothing."""
+    temporary = ""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=".tmp")
+        os.close(handle)
+        arguments = [*command, *BASE_FLAGS, *flags, "-o", temporary, str(SOURCE), "-lm"]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+        if done.returncode:
+            return f"{shlex.join([*command, *flags])} failed: {_first_error(done.stderr)}"
+        os.replace(temporary, path)
+        return ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{shlex.join([*command, *flags])} failed: {error}"
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def _first_error(text: str) -> str:
+    return next((line for line in text.splitlines() if "error" in line.lower()), _first_line(text))
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else "no message"

@@ -1,0 +1,298 @@
+/* Decode attention on a CPU.
+ *
+ *   tile   TILE_KEYS keys of one split: scores, online softmax, weighted sum of V (cpu_tile.h)
+ *   split  a leaf of the row's merge tree; where it ends follows from the row alone (cpu_call.h)
+ *   unit   an aligned run of 1, 4 or 16 splits of a row, joined by the thread that computed them
+ *   merge  joins the units of a row along the upper levels of the same tree (cpu_tree.h)
+ *
+ * Which thread takes which unit, and how many KV heads at a time, never reaches a byte of the result.
+ *
+ * Query row number head * q_len + token is one query vector; those that share a KV head are neighbours. */
+#include <stdlib.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "cpu_tree.h"
+
+#define TASKS_PER_THREAD 8  /* with fewer units per thread, the KV heads of a unit become several tasks */
+#define ALIGN_FLOATS 16     /* parts of scratch start on their own line */
+#define NEAR_ROW_BYTES 256  /* rows this short are asked for into the first-level cache, longer into the second */
+
+enum status { OK = 0, NO_MEMORY = 1, PLAN_TOO_SMALL = 2 };
+
+/* What all threads share. */
+struct job {
+    const struct call *call;
+    const struct row *rows;
+    struct reader k_reader, v_reader;
+    enum product product;
+    int q_width;        /* floats that a query row fills (enum product) */
+    int64_t group_rows; /* query rows per KV head */
+    int64_t heads;      /* KV heads per task, at most */
+};
+
+/* What a thread works in, for job.heads KV heads. */
+struct scratch {
+    float *q;      /* [query rows, q_width] */
+    float *scores; /* [group_rows, TILE_KEYS] */
+    float *factor; /* [group_rows] */
+    float *bias;   /* [TILE_KEYS] */
+    float *zeros;  /* stands in for the rows of absent keys */
+    struct part parts[UNIT_LEVELS + 1];
+};
+
+static struct part workspace_part(const struct call *call, int64_t unit, int64_t query_row) {
+    const int64_t query_rows = call->num_q_heads * call->q_len, index = unit * query_rows + query_row;
+    float *const stats = call->workspace + call->max_units * query_rows * call->v_head_dim;
+    return (struct part){call->workspace + index * call->v_head_dim, stats + 2 * index};
+}
+
+/* Writes out and lse of `count` query rows from `first` on. The sink joins here, once. */
+static void finish_rows(const struct job *job, int64_t b, int64_t first, int64_t count, struct part part) {
+    const struct call *const call = job->call;
+    const int64_t dim = call->v_head_dim;
+    for (int64_t r = 0; r < count; r++, part.acc += dim, part.stats += 2) {
+        const int64_t head = (first + r) / call->q_len, token = (first + r) % call->q_len;
+        const bool empty = part.stats[1] == 0.0f;
+        float maximum = part.stats[0], sum = part.stats[1], factor = 1.0f;
+        if (call->sinks.data && !empty) {
+            const float sink = load_number(at3(&call->sinks, head, 0, 0), F32) * LOG2_E;
+            const float base = sink > maximum ? sink : maximum;
+            factor = exp2_of(maximum - base);
+            sum = fmaf(sum, factor, exp2_of(sink - base));
+            maximum = base;
+        }
+        factor *= load_number(at3(&call->v_scale, (first + r) / job->group_rows, 0, 0), F32) / sum;
+        char *const out = at3(&call->out, b, token, head);
+        for (int64_t d = 0; d < dim; d++)
+            store_number(out + d * call->out.stride[3], call->out.dtype, empty ? 0.0f : part.acc[d] * factor);
+        if (call->lse.data) {
+            const double lse = empty ? -INFINITY : maximum * 0.69314718055994531 + log(sum);
+            store_number(at3(&call->lse, b, token, head), F32, (float)lse);
+        }
+    }
+}
+
+/* Query rows from `first` on, as f32 or as pairs of bf16 in the order in which K's arrive. */
+static void load_queries(const struct job *job, int64_t b, int64_t first, int64_t count, float *q) {
+    const struct call *const call = job->call;
+    for (int64_t r = 0; r < count; r++, q += job->q_width) {
+        const char *const from = at3(&call->q, b, (first + r) % call->q_len, (first + r) / call->q_len);
+        for (int s = 0; s < job->q_width; s++) {
+            if (job->product == IN_F32) {
+                q[s] = load_number(from + s * call->q.stride[3], call->q.dtype);
+                continue;
+            }
+            for (int i = 0; i < 2; i++)
+                memcpy((char *)(q + s) + 2 * i, from + pair_element(call->k.dtype, s, i) * call->q.stride[3], 2);
+        }
+    }
+}
+
+/* rows[TILE_KEYS]: the tile's keys for one KV head, zeros where a key is absent or there is none. */
+static void resolve(const char *const *keys, int count, int64_t offset, const void *zeros, const char **rows) {
+    for (int j = 0; j < TILE_KEYS; j++) rows[j] = j < count && keys[j] ? keys[j] + offset : zeros;
+}
+
+/* Adds V where some query row may not see some key: one row at a time over the keys that weigh something, so
+ * that a hidden NaN or Inf is not multiplied by 0. */
+static void add_visible_values(const struct job *job, const char *const *v, int count, const float *weights,
+                               const float *factor, float *acc) {
+    const int dim = (int)job->call->v_head_dim;
+    for (int64_t r = 0; r < job->group_rows; r++, weights += TILE_KEYS, acc += dim) {
+        const char *seen[TILE_KEYS];
+        float seen_weights[TILE_KEYS];
+        int n = 0;
+        for (int j = 0; j < count; j++) {
+            if (weights[j] == 0.0f) continue;
+            seen_weights[n] = weights[j];
+            seen[n++] = v[j];
+        }
+        values_of[job->call->v.dtype](&job->v_reader, 1, seen, NULL, n, seen_weights, factor + r, acc, dim);
+    }
+}
+
+/* Takes one tile into `part` (the query rows of one KV head). `next` at `next_head` is what will be read after
+ * it: its lines are asked for meanwhile. */
+static void attend_tile(const struct job *job, const struct row *row, const struct scratch *scratch, const float *q,
+                        const struct tile *tile, int64_t head, const struct tile *next, int64_t next_head,
+                        struct part part) {
+    const struct call *const call = job->call;
+    const int rows = (int)job->group_rows, dim = (int)call->v_head_dim;
+    const char *now[TILE_KEYS], *ahead[TILE_KEYS];
+
+    resolve(tile->k, tile->count, head * call->k.stride[2], scratch->zeros, now);
+    resolve(next->k, next->count, next_head * call->k.stride[2], scratch->zeros, ahead);
+    scores_function *const score = scores_of[job->product][call->k.dtype];
+    for (int j = 0; j < tile->count; j += SCORE_KEYS)
+        score(&job->k_reader, rows, q, job->q_width, now + j, ahead + j, scratch->scores + j);
+
+    const double scale = call->softmax_scale * load_number(at3(&call->k_scale, head, 0, 0), F32);
+    const bool biased = needs_bias(call, row, tile);
+    bool hides = false;
+    for (int r = 0; r < rows; r++) {
+        const int64_t query_row = head * rows + r;
+        if (biased)
+            hides |= fill_bias(call, row, query_row / call->q_len, query_row % call->q_len, tile, scratch->bias);
+        finish_logits(scale, (float)call->softcap, biased ? scratch->bias : NULL, tile->count,
+                      scratch->scores + r * TILE_KEYS);
+    }
+    for (int r = 0; r < rows; r += LANES)
+        softmax_step((int)min64(LANES, rows - r), scratch->scores + r * TILE_KEYS, part.stats + 2 * r,
+                     scratch->factor + r);
+
+    resolve(tile->v, tile->count, head * call->v.stride[2], scratch->zeros, now);
+    resolve(next->v, next->count, next_head * call->v.stride[2], scratch->zeros, ahead);
+    if (hides)
+        add_visible_values(job, now, tile->count, scratch->scores, scratch->factor, part.acc);
+    else
+        values_of[call->v.dtype](&job->v_reader, rows, now, ahead, tile->count, scratch->scores, scratch->factor,
+                                 part.acc, dim);
+}
+
+/* KV heads [first_head, first_head + heads) of one unit of a row: to the output, or to the workspace. */
+static void attend_unit(const struct job *job, const struct row *row, int64_t unit, int64_t first_head, int64_t heads,
+                        struct scratch *scratch) {
+    const struct call *const call = job->call;
+    const int64_t group = job->group_rows, rows = heads * group, first_row = first_head * group;
+    const int64_t dim = call->v_head_dim, unit_len = row->split_len * row->run;
+    const int64_t begin = row->begin + (unit - row->first_unit) * unit_len, end = min64(begin + unit_len, row->end);
+    struct walk walk = {.open = {scratch->parts[1], scratch->parts[2]}, .levels = UNIT_LEVELS};
+    struct part leaf = scratch->parts[0];
+    struct tile tiles[2];
+    int current = 0;
+
+    load_queries(job, row->index, first_row, rows, scratch->q);
+    int64_t at = begin, split_end = min64(begin + row->split_len, end);
+    locate_tile(call, row->index, at, min64(TILE_KEYS, split_end - at), &tiles[current]);
+    do { /* once even for a row without keys, whose output is due all the same */
+        clear_part(leaf, rows, dim);
+        while (at < split_end) {
+            const struct tile *const tile = &tiles[current];
+            struct tile *const next = &tiles[current ^= 1];
+            at += tile->count;
+            const int64_t next_end = at < split_end ? split_end : min64(split_end + row->split_len, end);
+            locate_tile(call, row->index, at, min64(TILE_KEYS, next_end - at), next);
+            for (int64_t h = 0; h < heads; h++) {
+                const bool last = h + 1 == heads;
+                const struct part part = {leaf.acc + h * group * dim, leaf.stats + 2 * h * group};
+                attend_tile(job, row, scratch, scratch->q + h * group * job->q_width, tile, first_head + h,
+                            last ? next : tile, last ? first_head : first_head + h + 1, part);
+            }
+        }
+        leaf = walk_on(&walk, 0, leaf, rows, dim);
+        split_end = min64(split_end + row->split_len, end);
+    } while (at < end);
+
+    const struct part whole = walk_up(&walk, rows, dim);
+    if (row->units == 1) finish_rows(job, row->index, first_row, rows, whole);
+    else copy_part(workspace_part(call, unit, first_row), whole, rows, dim);
+}
+
+/* Joins the units of a row for one KV head, in place in the workspace. */
+static void merge_units(const struct job *job, const struct row *row, int64_t head) {
+    const struct call *const call = job->call;
+    const int64_t rows = job->group_rows, first_row = head * rows;
+    struct walk walk = {.levels = MAX_LEVELS};
+    for (int64_t unit = row->first_unit; unit < row->first_unit + row->units; unit++)
+        walk_on(&walk, 0, workspace_part(call, unit, first_row), rows, call->v_head_dim);
+    finish_rows(job, row->index, first_row, rows, walk_up(&walk, rows, call->v_head_dim));
+}
+
+/* The next `floats` of scratch at *used; only counts them where there is no memory yet. */
+static float *carve(float *memory, int64_t *used, int64_t floats) {
+    float *const start = memory ? memory + *used : NULL;
+    *used += ceil_div(floats, ALIGN_FLOATS) * ALIGN_FLOATS;
+    return start;
+}
+
+/* Lays a thread's scratch out from `memory` on; *floats becomes its size. */
+static struct scratch lay_out(const struct job *job, float *memory, int64_t *floats) {
+    const int64_t rows = job->heads * job->group_rows, v_dim = job->call->v_head_dim;
+    struct scratch scratch;
+    *floats = 0;
+    scratch.q = carve(memory, floats, rows * job->q_width);
+    scratch.scores = carve(memory, floats, job->group_rows * TILE_KEYS);
+    scratch.factor = carve(memory, floats, job->group_rows);
+    scratch.bias = carve(memory, floats, TILE_KEYS);
+    scratch.zeros = carve(memory, floats, max64(job->call->head_dim, v_dim));
+    for (int i = 0; i <= UNIT_LEVELS; i++) {
+        scratch.parts[i].acc = carve(memory, floats, rows * v_dim);
+        scratch.parts[i].stats = carve(memory, floats, 2 * rows);
+    }
+    return scratch;
+}
+
+static bool fits_workspace(const struct call *call, const struct row *rows) {
+    for (int64_t b = 0; b < call->batch; b++) {
+        const bool fits = call->workspace && rows[b].first_unit + rows[b].units <= call->max_units;
+        if (rows[b].units > 1 && !fits) return false;
+    }
+    return true;
+}
+
+static void run_tasks(const struct job *job, int64_t units, float *memory, int64_t scratch_floats, int64_t threads) {
+    const struct call *const call = job->call;
+    const int64_t tasks_per_unit = ceil_div(call->num_kv_heads, job->heads);
+#pragma omp parallel num_threads((int)threads)
+    {
+        int thread = 0;
+#ifdef _OPENMP
+        thread = omp_get_thread_num();
+#endif
+        int64_t floats;
+        struct scratch scratch = lay_out(job, memory + thread * scratch_floats, &floats);
+        memset(scratch.zeros, 0, (size_t)max64(call->head_dim, call->v_head_dim) * sizeof(float));
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < units * tasks_per_unit; task++) {
+            const int64_t unit = task / tasks_per_unit, head = task % tasks_per_unit * job->heads;
+            const struct row *const row = &job->rows[row_of_unit(job->rows, call->batch, unit)];
+            attend_unit(job, row, unit, head, min64(job->heads, call->num_kv_heads - head), &scratch);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < call->batch * call->num_kv_heads; task++) {
+            const struct row *const row = &job->rows[task / call->num_kv_heads];
+            if (row->units > 1) merge_units(job, row, task % call->num_kv_heads);
+        }
+    }
+}
+
+int splitkv_cpu_decode(const struct call *call) {
+    struct row *const rows = malloc((size_t)max64(call->batch, 1) * sizeof *rows);
+    if (!rows) return NO_MEMORY;
+    struct job job = {.call = call, .rows = rows};
+    const enum dtype k_dtype = (enum dtype)call->k.dtype, v_dtype = (enum dtype)call->v.dtype;
+    init_reader(&job.k_reader, k_dtype, call->head_dim * item_bytes[k_dtype] <= NEAR_ROW_BYTES);
+    init_reader(&job.v_reader, v_dtype, call->v_head_dim * item_bytes[v_dtype] <= NEAR_ROW_BYTES);
+    job.product = product_of((enum dtype)call->q.dtype, k_dtype, call->head_dim);
+    job.q_width = (int)call->head_dim / (job.product == IN_PAIRS ? 2 : 1);
+    job.group_rows = call->num_q_heads / call->num_kv_heads * call->q_len;
+
+    const int64_t units = cut_rows(call, rows);
+    const int64_t wanted = ceil_div(TASKS_PER_THREAD * call->num_threads, max64(units, 1));
+    job.heads = ceil_div(call->num_kv_heads, min64(call->num_kv_heads, wanted));
+    const int64_t tasks = units * ceil_div(call->num_kv_heads, job.heads), threads = min64(call->num_threads, tasks);
+
+    int64_t scratch_floats;
+    lay_out(&job, NULL, &scratch_floats);
+    const bool fits = call->max_run <= MAX_RUN && fits_workspace(call, rows);
+    float *const memory = fits ? aligned_alloc(LINE_BYTES, (size_t)(threads * scratch_floats) * sizeof(float)) : NULL;
+    if (memory) run_tasks(&job, units, memory, scratch_floats, threads);
+    free(memory);
+    free(rows);
+    return memory ? OK : fits ? NO_MEMORY : PLAN_TOO_SMALL;
+}
+
+/* What was compiled, for cpu.py: the instruction set, whether there are threads, and the size of a call. */
+const char *splitkv_cpu_isa(void) { return ISA; }
+
+int splitkv_cpu_has_threads(void) {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+int64_t splitkv_cpu_call_bytes(void) { return (int64_t)sizeof(struct call); }

@@ -1,0 +1,236 @@
+/* Numbers as they are stored: reading rows of K and V as vectors of f32, and single numbers of anything else. */
+#ifndef SPLITKV_CPU_ROWS_H
+#define SPLITKV_CPU_ROWS_H
+
+#include <stdbool.h>
+
+#include "cpu_vec.h"
+
+#define LINE_BYTES 64
+
+#if LANES == 16 && defined(__AVX512VBMI__)
+#define FP8_BY_BYTES 1 /* fp8 decoded 64 numbers at a time, by permuting bytes */
+#else
+#define FP8_BY_BYTES 0
+#endif
+#if FP8_BY_BYTES && defined(__AVX512BF16__)
+#define HAVE_PAIRS 1 /* one instruction multiplies and adds pairs of bf16 */
+#else
+#define HAVE_PAIRS 0
+#endif
+
+/* Numbered as in cpu.py. */
+enum dtype { F32, F16, BF16, E4M3, E5M2, BOOL, I32, I64 };
+static const int item_bytes[] = {4, 2, 2, 1, 1, 1, 4, 8};
+
+/* ---- single numbers ---------------------------------------------------------------------------------------- */
+
+INLINE float float_of_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE uint32_t bits_of_float(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+INLINE float bf16_value(uint16_t code) { return float_of_bits((uint32_t)code << 16); }
+
+/* Exact for every code, also where the processor flushes subnormals: the fields move into place and the exponent
+ * is re-biased; a subnormal gets a leading one, which is subtracted again. */
+INLINE float f16_value(uint16_t code) {
+    const uint32_t magnitude = (uint32_t)(code & 0x7fff) << 13;
+    const uint32_t subnormal = bits_of_float(float_of_bits(magnitude + (113u << 23)) - 0x1p-14f);
+    const uint32_t rebiased = magnitude + (magnitude < 0x7c00u << 13 ? 112u << 23 : 224u << 23);
+    return float_of_bits((magnitude < 0x0400u << 13 ? subnormal : rebiased) | (uint32_t)(code & 0x8000) << 16);
+}
+
+static float e4m3_value(uint8_t code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    if ((code & 0x7f) == 0x7f) return NAN;
+    const float magnitude = exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
+    return code & 0x80 ? -magnitude : magnitude;
+}
+
+INLINE float e5m2_value(uint8_t code) { return f16_value((uint16_t)(code << 8)); }
+
+INLINE float load_number(const char *p, enum dtype dtype) {
+    uint16_t half;
+    float value;
+    if (dtype == F32) {
+        memcpy(&value, p, sizeof value);
+        return value;
+    }
+    memcpy(&half, p, sizeof half);
+    return dtype == F16 ? f16_value(half) : bf16_value(half);
+}
+
+INLINE int64_t load_integer(const char *p, enum dtype dtype) {
+    int32_t narrow;
+    int64_t wide;
+    if (dtype == I32) {
+        memcpy(&narrow, p, sizeof narrow);
+        return narrow;
+    }
+    memcpy(&wide, p, sizeof wide);
+    return wide;
+}
+
+/* Both round to nearest, ties to even; NaN stays NaN. */
+INLINE uint16_t bf16_of_float(float x) {
+    const uint32_t bits = bits_of_float(x);
+    if (x != x) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE uint16_t f16_of_float(float x) {
+    const uint32_t bits = bits_of_float(x), magnitude = bits & 0x7fffffff;
+    uint32_t code;
+    if (magnitude >= 0x47800000) { /* 65536 and more, Inf, NaN */
+        code = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+    } else if (magnitude < 0x38800000) { /* below 2^-14: adding 1/2 leaves the subnormal, rounded, in the low bits */
+        code = bits_of_float(float_of_bits(magnitude) + 0.5f) - bits_of_float(0.5f);
+    } else {
+        code = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    }
+    return (uint16_t)(code | (bits >> 16 & 0x8000));
+}
+
+INLINE void store_number(char *p, enum dtype dtype, float x) {
+    if (dtype == F32) {
+        memcpy(p, &x, sizeof x);
+        return;
+    }
+    const uint16_t half = dtype == F16 ? f16_of_float(x) : bf16_of_float(x);
+    memcpy(p, &half, sizeof half);
+}
+
+/* ---- rows of K and V --------------------------------------------------------------------------------------- */
+
+/* How the rows of K, or of V, are read. fp8 goes through a table: the values, or where bytes can be permuted the
+ * two high bytes of the 128 magnitudes' f32 (the two low ones are 0: both kinds of fp8 are exact in bf16). */
+struct reader {
+    enum dtype dtype;
+    bool near; /* whether rows asked for ahead go to the first-level cache, or to the second */
+    float table[256];
+    uint8_t byte3[128], byte2[128];
+};
+
+static void init_reader(struct reader *reader, enum dtype dtype, bool near) {
+    reader->dtype = dtype;
+    reader->near = near;
+    if (dtype != E4M3 && dtype != E5M2) return;
+    for (int code = 0; code < 256; code++)
+        reader->table[code] = dtype == E4M3 ? e4m3_value((uint8_t)code) : e5m2_value((uint8_t)code);
+    for (int code = 0; code < 128; code++) {
+        reader->byte3[code] = (uint8_t)(bits_of_float(reader->table[code]) >> 24);
+        reader->byte2[code] = (uint8_t)(bits_of_float(reader->table[code]) >> 16);
+    }
+}
+
+/* Asks for the lines of `bytes` bytes from p on. A processor may drop such a request when it is busy, so requests
+ * are spread over the arithmetic and never come in bursts. */
+INLINE void ask_ahead(const struct reader *reader, const char *p, const int bytes) {
+    UNROLL
+    for (int at = 0; at < bytes; at += LINE_BYTES) {
+        if (reader->near) __builtin_prefetch(p + at, 0, 3);
+        else __builtin_prefetch(p + at, 0, 2);
+    }
+}
+
+INLINE vec vload_f16(const char *at) {
+#if LANES == 16
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)at));
+#elif LANES == 8 && defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_loadu_si128((const void *)at));
+#else
+    uint16_t code[LANES];
+    float x[LANES];
+    memcpy(code, at, sizeof code);
+    for (int i = 0; i < LANES; i++) x[i] = f16_value(code[i]);
+    return vload(x);
+#endif
+}
+
+INLINE vec vload_bf16(const char *at) {
+#if LANES == 16
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)at)), 16);
+#else
+    typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+    halves code;
+    memcpy(&code, at, sizeof code);
+    return (vec)(__builtin_convertvector(code, ivec) << 16);
+#endif
+}
+
+/* A few vectors of one stored row, part way to f32: what they share is done once (for fp8), the rest when each is
+ * asked for. `dtype` is a constant wherever these are used; E4M3 stands for both kinds of fp8. */
+struct packed {
+    const char *at;
+#if FP8_BY_BYTES
+    __m512i pairs[2]; /* lane j of pairs[i]: elements 32i + j (low half) and 32i + 16 + j (high half), as bf16 */
+#endif
+};
+
+/* `count` elements from `first` on: a multiple of LANES, at most 64. */
+INLINE struct packed pack(const enum dtype dtype, const struct reader *reader, const char *row, int first, int count) {
+    struct packed packed = {.at = row + (int64_t)first * item_bytes[dtype]};
+#if FP8_BY_BYTES
+    if (dtype == E4M3) {
+        const __m512i code = _mm512_maskz_loadu_epi8(~0ull >> (64 - count), packed.at);
+        const __m512i sign = _mm512_and_si512(code, _mm512_set1_epi8((char)0x80));
+        const __m512i magnitude3 = _mm512_permutex2var_epi8(_mm512_loadu_si512(reader->byte3), code,
+                                                            _mm512_loadu_si512(reader->byte3 + 64));
+        const __m512i byte2 = _mm512_permutex2var_epi8(_mm512_loadu_si512(reader->byte2), code,
+                                                       _mm512_loadu_si512(reader->byte2 + 64));
+        const __m512i byte3 = _mm512_or_si512(magnitude3, sign);
+        /* lane j takes bytes j, 64 + j, 16 + j, 80 + j (then 32 further on) of byte2 (0..63) and byte3 (64..127) */
+        const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        const __m512i spread = _mm512_mullo_epi32(lane, _mm512_set1_epi32(0x01010101));
+        const __m512i index0 = _mm512_add_epi32(spread, _mm512_set1_epi32(0x50104000));
+        const __m512i index1 = _mm512_add_epi32(spread, _mm512_set1_epi32(0x70306020));
+        packed.pairs[0] = _mm512_permutex2var_epi8(byte2, index0, byte3);
+        packed.pairs[1] = _mm512_permutex2var_epi8(byte2, index1, byte3);
+    }
+#else
+    (void)reader, (void)count;
+#endif
+    return packed;
+}
+
+/* Vector `part` of what was packed, as f32. */
+INLINE vec unpack(const enum dtype dtype, const struct reader *reader, struct packed packed, const int part) {
+    const char *const at = packed.at + (int64_t)part * LANES * item_bytes[dtype];
+    if (dtype == F32) return vload((const float *)at);
+    if (dtype == F16) return vload_f16(at);
+    if (dtype == BF16) return vload_bf16(at);
+#if FP8_BY_BYTES
+    (void)reader;
+    const __m512i pairs = packed.pairs[part / 2];
+    if (part % 2) return (vec)_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000));
+    return (vec)_mm512_slli_epi32(pairs, 16);
+#else
+    vec v;
+    for (int i = 0; i < LANES; i++) v[i] = reader->table[(uint8_t)at[i]];
+    return v;
+#endif
+}
+
+#if HAVE_PAIRS
+/* Vector `part` of what was packed, as pairs of bf16. */
+INLINE vec unpack_pairs(const enum dtype dtype, struct packed packed, const int part) {
+    return dtype == E4M3 ? (vec)packed.pairs[part] : vload((const float *)packed.at + part * LANES);
+}
+
+/* c + a0 * b0 + a1 * b1 where each lane of a and b is a pair. The products are exact in f32. */
+INLINE vec vdot_pairs(vec a, vec b, vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+#endif
+
+/* The element of a row in half `i` (0 low, 1 high) of pair `s`, as memory (bf16) or `pack` (fp8) arranges them. */
+INLINE int pair_element(enum dtype dtype, int s, int i) {
+    return dtype == BF16 ? 2 * s + i : s / 16 * 32 + s % 16 + 16 * i;
+}
+#endif

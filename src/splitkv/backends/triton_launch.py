@@ -1,0 +1,195 @@
+"""Launcher of backend "triton": from checked tensors and a plan to the two kernels. Allocates and decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..plan import DecodePlan
+from ..problem import Q_DTYPES
+from ..tiles import TileConfig
+from .triton_merge import merge_kernel
+from .triton_split import split_kernel
+
+TRITON_DTYPES = dict(zip(Q_DTYPES, (tl.float32, tl.float16, tl.bfloat16), strict=True))
+INTERPRETED = not isinstance(split_kernel, triton.JITFunction)
+"""Whether TRITON_INTERPRET was set when the kernels were defined: they then run on CPU tensors."""
+
+MAX_PARTS = 64
+MERGE_COLUMNS = 64
+MAX_BATCH_BLOCK = 1024
+
+
+def launch(*, q: Tensor, lse: Tensor | None, workspace: Tensor | None, plan: DecodePlan, **arguments: Any) -> None:
+    """Split, then merge where the plan splits, on the current stream of q's device.
+
+    Shapes as in contract.md with q, out [batch, q_len, num_q_heads, dim] and lse one dimension less; mask
+    expanded to [batch, num_q_heads, q_len, capacity]; window 0 and softcap 0.0 mean none; k_scale and v_scale
+    a float or one float32 per KV head; workspace holds plan.workspace_bytes.
+    """
+    problem, tile, rule = plan.problem, plan.tile, plan.rule
+    rows = row_arguments(q=q, lse=lse, plan=plan, **arguments)
+    rows |= dict(
+        batch=problem.batch,
+        target=rule.target,
+        min_len=rule.min_len,
+        quantum=rule.quantum,
+        target_units=plan.target_units,
+        max_splits=plan.max_splits,
+        MAX_RUN=plan.max_run,
+        BATCH_BLOCK=min(triton.next_power_of_2(problem.batch), MAX_BATCH_BLOCK),
+        PDL=plan.splits and plan.device.capability >= (9, 0) and not INTERPRETED,
+        partial_out=q,
+        partial_ml=q,
+    )
+    if plan.splits:
+        floats = workspace.view(torch.uint8)[: plan.workspace_bytes].view(torch.float32)  # type: ignore[union-attr]
+        acc_size = plan.max_units * problem.num_q_heads * problem.q_len * problem.v_head_dim
+        rows |= dict(partial_out=floats[:acc_size], partial_ml=floats[acc_size:])
+    with on_device(q):
+        split_kernel[plan.grid](
+            **rows,
+            **tile_arguments(q=q, plan=plan, **arguments),
+            NUM_KV_HEADS=problem.num_kv_heads,
+            ROWS_PER_BLOCK=plan.rows_per_block,
+            ROW_BLOCKS=plan.row_blocks,
+            SPLITS=plan.splits,
+            **compile_options(tile),
+        )
+        if plan.splits:
+            columns = min(MERGE_COLUMNS, triton.next_power_of_2(problem.v_head_dim))
+            vectors = problem.batch * problem.num_q_heads * problem.q_len
+            merge_kernel[(vectors, triton.cdiv(problem.v_head_dim, columns))](
+                **rows,
+                NUM_Q_HEADS=problem.num_q_heads,
+                BLOCK_DV=columns,
+                PARTS=merge_parts(plan),
+                num_warps=4,
+                enable_fp_fusion=False,
+                **({"launch_pdl": True} if rows["PDL"] else {}),
+            )
+
+
+def row_arguments(
+    *,
+    q: Tensor,
+    seq_lens: Tensor | int,
+    window: int,
+    sinks: Tensor | None,
+    starts: Tensor | None,
+    v_scale: Tensor | float,
+    out: Tensor,
+    lse: Tensor | None,
+    plan: DecodePlan,
+    **_: Any,
+) -> dict[str, Any]:
+    """What every kernel takes: a row's bounds and where its answer goes. Absent tensors are stood in for by q."""
+    problem = plan.problem
+    return dict(
+        seq_lens=seq_lens if isinstance(seq_lens, Tensor) else q,
+        uniform_len=0 if isinstance(seq_lens, Tensor) else seq_lens,
+        starts=q if starts is None else starts,
+        sinks=q if sinks is None else sinks,
+        v_scales=v_scale if isinstance(v_scale, Tensor) else q,
+        v_scale=1.0 if isinstance(v_scale, Tensor) else v_scale,
+        v_scale_stride=v_scale.stride(0) if isinstance(v_scale, Tensor) else 0,
+        out=out,
+        lse=out if lse is None else lse,
+        out_stride_b=out.stride(0),
+        out_stride_i=out.stride(1),
+        out_stride_h=out.stride(2),
+        lse_stride_b=0 if lse is None else lse.stride(0),
+        lse_stride_i=0 if lse is None else lse.stride(1),
+        lse_stride_h=0 if lse is None else lse.stride(2),
+        capacity=problem.capacity,
+        window=window,
+        GROUP=problem.group_size,
+        Q_LEN=problem.q_len,
+        DV=problem.v_head_dim,
+        HAS_LENS=isinstance(seq_lens, Tensor),
+        HAS_STARTS=starts is not None,
+        HAS_SINKS=sinks is not None,
+        HAS_V_SCALES=isinstance(v_scale, Tensor),
+        HAS_LSE=lse is not None,
+    )
+
+
+def tile_arguments(
+    *,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    mask: Tensor | None,
+    k_scale: Tensor | float,
+    plan: DecodePlan,
+    **_: Any,
+) -> dict[str, Any]:
+    """What the kernels that read the cache take besides."""
+    problem, tile = plan.problem, plan.tile
+    mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
+    if mask is not None and mask.dtype == torch.bool:
+        mask = mask.view(torch.int8)  # Triton has no pointer to bool to load bytes from
+    return dict(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=q if block_table is None else block_table,
+        mask=q if mask is None else mask,
+        k_scales=k_scale if isinstance(k_scale, Tensor) else q,
+        q_stride_b=q.stride(0),
+        q_stride_i=q.stride(1),
+        q_stride_h=q.stride(2),
+        k_stride_b=k_cache.stride(0),
+        k_stride_t=k_cache.stride(1),
+        k_stride_h=k_cache.stride(2),
+        v_stride_b=v_cache.stride(0),
+        v_stride_t=v_cache.stride(1),
+        v_stride_h=v_cache.stride(2),
+        table_stride=0 if block_table is None else block_table.stride(0),
+        mask_stride_b=mask_strides[0],
+        mask_stride_h=mask_strides[1],
+        mask_stride_i=mask_strides[2],
+        mask_stride_n=mask_strides[3],
+        k_scale_stride=k_scale.stride(0) if isinstance(k_scale, Tensor) else 0,
+        num_pages=k_cache.shape[0],
+        scale=softmax_scale if isinstance(k_scale, Tensor) else softmax_scale * k_scale,
+        softcap=softcap,
+        D=problem.head_dim,
+        BLOCK_D=triton.next_power_of_2(problem.head_dim),
+        BLOCK_DV=triton.next_power_of_2(problem.v_head_dim),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        PAGE_SIZE=problem.page_size or 0,
+        HAS_K_SCALES=isinstance(k_scale, Tensor),
+        HAS_SOFTCAP=softcap > 0.0,
+        MASK="none" if mask is None else "bool" if mask.dtype == torch.int8 else "additive",
+        COMPUTE=TRITON_DTYPES[tile.compute],
+        NUM_STAGES=tile.num_stages,
+    )
+
+
+def compile_options(tile: TileConfig) -> dict[str, Any]:
+    """No fused multiply-adds but those written out: then every variant of a kernel rounds alike. A block of one
+    warp may have every register: left alone, ptxas aims at more blocks and spills."""
+    options: dict[str, Any] = dict(num_warps=tile.num_warps, enable_fp_fusion=False)
+    return options | ({"maxnreg": 255} if tile.num_warps == 1 else {})
+
+
+def merge_parts(plan: DecodePlan) -> int:
+    """Parts the merge joins at once: 4, 16 or 64, whichever holds a row's units."""
+    return 4 if plan.max_splits <= 4 else 16 if plan.max_splits <= 16 else MAX_PARTS
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device: make it the tensor's, where it is not."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()

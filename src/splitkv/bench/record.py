@@ -1,0 +1,134 @@
+"""Result files: one JSON object that says what was measured, where, from which source, and how to do it
+again.
+
+Nothing here is guessed. The commit comes from git, or from the caller where there is no git history (a GPU
+machine that holds only a copy of the tree), or it is "unknown"; so does the dirty flag.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from . import machine
+
+UNKNOWN = "unknown"
+SIGNIFICANT_DIGITS = 6
+RESULTS_FOLDER = "results"
+"""Not part of the source: a result file written by one command must not make the next one dirty."""
+VARIABLES = ("SPLITKV_POLICY", "SPLITKV_GQA_PACK", "SPLITKV_BACKEND", "SPLITKV_CHECK")
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def provenance(commit: str | None = None, dirty: bool | None = None, folder: Path = _PACKAGE) -> dict[str, Any]:
+    """{"commit", "dirty", "commit_source"} of the source in `folder`.
+
+    Where git tracks that folder, git decides and a contradicting `commit` or `dirty` is a ValueError. Where
+    it does not (an installed wheel, a copied tree), the caller's word is taken and marked "option". What
+    nobody says is "unknown".
+    """
+    if commit is not None and not re.fullmatch(r"[0-9a-f]{7,40}", commit):
+        raise ValueError(f"commit: expected 7 to 40 hexadecimal digits, got {commit!r}")
+    head = _git_head(folder)
+    if head is None:
+        return {
+            "commit": commit or UNKNOWN,
+            "dirty": UNKNOWN if dirty is None else dirty,
+            "commit_source": "option" if commit else UNKNOWN,
+        }
+    paths = [":/", f":(top,exclude){RESULTS_FOLDER}"]
+    status = machine.output_of(["git", "status", "--porcelain", "--", *paths], folder)
+    changed = UNKNOWN if status is None else bool(status)
+    if commit is not None and not head.startswith(commit):
+        raise ValueError(f"commit: expected {head} (git's answer here) or nothing, got {commit}")
+    if dirty is not None and dirty != changed:
+        names = {True: "--dirty", False: "--clean", UNKNOWN: UNKNOWN}
+        raise ValueError(f"dirty: expected {names[changed]} (git's answer here) or nothing, got {names[dirty]}")
+    return {"commit": head, "dirty": changed, "commit_source": "git"}
+
+
+def _git_head(folder: Path) -> str | None:
+    """HEAD of the repository that tracks this folder's __init__.py; None if none does or it has no commit.
+
+    A virtual environment inside somebody's repository is not that repository's source.
+    """
+    if machine.output_of(["git", "ls-files", "--error-unmatch", "__init__.py"], folder) is None:
+        return None
+    return machine.output_of(["git", "rev-parse", "--verify", "HEAD"], folder)
+
+
+def command_line(name: str, options: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> str:
+    """The shell command that re-creates a result: variables of ours that are set, then every resolved option.
+
+    Options are in the order given; True is a bare flag, None and False are left out, sequences are joined by
+    commas.
+    """
+    source = os.environ if environ is None else environ
+    words = [f"{variable}={shlex.quote(source[variable])}" for variable in VARIABLES if variable in source]
+    words += ["splitkv", name]
+    for option, value in options.items():
+        if value is None or value is False:
+            continue
+        words.append(f"--{option.replace('_', '-')}")
+        if value is not True:
+            words.append(shlex.quote(_option_text(value)))
+    return " ".join(words)
+
+
+def _option_text(value: Any) -> str:
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return ",".join(str(item) for item in value)
+    return str(value)
+
+
+def new_record(schema: str, command: str, source: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """The head of a result file: schema, provenance, command, date (UTC) and the machine. Rows come later."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"schema": schema, **source, "command": command, "date": now, **machine.describe(device)}
+
+
+def to_json(record: Mapping[str, Any]) -> str:
+    """Indented JSON: floats to six significant digits, NaN and infinities (which JSON has not) as null."""
+    return json.dumps(_tidy(record), indent=2, allow_nan=False) + "\n"
+
+
+def _tidy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _tidy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_tidy(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
+    return value
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a result file whole or not at all: a temporary file beside it, flushed, then moved over it."""
+    text = to_json(record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def require_writable(path: Path) -> None:
+    """ValueError, before any measuring, if a result could not be written to `path` afterwards."""
+    folder = next(p for p in (path.parent, *path.parent.resolve().parents) if p.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"out: expected a file in a writable folder, got {path}")

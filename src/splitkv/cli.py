@@ -1,0 +1,25 @@
+"""The console script `splitkv`. Its commands live in bench/commands.py; this file only says what is
+missing."""
+
+from __future__ import annotations
+
+import sys
+
+HINT = "splitkv's commands need typer and rich: pip install 'splitkv[cli]'"
+
+
+def main() -> None:
+    """Run the command line; exit code 2 with a one-line hint if the extra `cli` is not installed."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ModuleNotFoundError:
+        print(HINT, file=sys.stderr)
+        raise SystemExit(2) from None
+    from .bench.commands import app
+
+    app(prog_name="splitkv")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""From a problem, a device and a policy to one launch: `plan_decode`. Pure integers, no torch.
+
+Three things make a launch:
+- the **rule** that cuts each row into splits (policy.py): it fixes the bytes of the answer;
+- the **tile**, the block of keys that one step of the kernel reads (tiles.py): it fixes the bytes too;
+- the **schedule**, which blocks compute which splits: decided here; it never changes a byte, so it may read the
+  batch.
+
+Splits are the leaves of a tree in which four neighbours join, left to right, at every level. One block may
+compute an aligned run of 1, 4 or 16 splits of a row (a *unit*) and join them itself along that tree; the merge
+joins the rest. Whichever block did a join, its operands and its order are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .policy import SplitPolicy, SplitRule, ceil_div, resolve_policy
+from .problem import DTYPE_BYTES, DecodeProblem, DeviceSpec
+from .tiles import TileConfig, most_splits_per_block, tile_config
+
+UNITS_PER_SM = 4
+"""Units a loaded GPU is given per SM: enough that uneven rows even out, few enough that starts stay cheap."""
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """One launch geometry for every length up to the problem's capacity. Made by `plan_decode`.
+
+    num_splits, split_len: of a row at capacity. max_splits: most splits of any shorter row. max_run: most
+    splits that one block joins by itself (1: the schedule is one split per block). target_units: units per
+    KV head that a loaded launch is cut into. max_units: partial results per query head that the workspace
+    holds. rows_per_block: query vectors per block, `row_blocks` blocks per KV head.
+    """
+
+    problem: DecodeProblem
+    device: DeviceSpec
+    policy: SplitPolicy
+    from_environment: bool
+    rule: SplitRule
+    tile: TileConfig
+    num_splits: int
+    split_len: int
+    max_splits: int
+    max_run: int
+    target_units: int
+    max_units: int
+    rows_per_block: int
+
+    @property
+    def row_blocks(self) -> int:
+        return ceil_div(self.problem.rows_per_kv_head, self.rows_per_block)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks of the split kernel: (units, KV heads x row blocks, rows); rows is 1 where units span rows."""
+        heads = self.problem.num_kv_heads * self.row_blocks
+        if self.max_run > 1:
+            return (self.max_units, heads, 1)
+        return (max(self.max_splits, 1), heads, self.problem.batch)
+
+    @property
+    def splits(self) -> bool:
+        """Whether any row can be cut at all; if not there is no workspace and no merge."""
+        return self.max_splits > 1
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Exact bytes of scratch: max_units x query vectors x (v_head_dim + 2) float32."""
+        if not self.splits:
+            return 0
+        vectors = self.problem.num_q_heads * self.problem.q_len
+        return self.max_units * vectors * (self.problem.v_head_dim + 2) * DTYPE_BYTES["f32"]
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self.policy.batch_invariant
+
+    @property
+    def floor_us(self) -> float:
+        """Microseconds to read K and V once at the device's bandwidth; nan where that is unknown."""
+        bandwidth = self.device.bandwidth_bytes_s
+        return self.problem.kv_bytes() / bandwidth * 1e6 if bandwidth else float("nan")
+
+    @property
+    def waves(self) -> float:
+        """Blocks over SMs, for rows at capacity."""
+        blocks = self.num_splits * self.problem.num_kv_heads * self.row_blocks * self.problem.batch
+        return blocks / max(self.device.sm_count, 1)
+
+    def explain(self) -> str:
+        """The plan in words, one fact a line, with the reason where there was a choice."""
+        problem, tile = self.problem, self.tile
+        source = "from SPLITKV_POLICY" if self.from_environment else "as declared"
+        invariance = (
+            "yes: no row's splits depend on how many rows there are"
+            if self.batch_invariant
+            else f"no: {self.policy.kind} reads the batch"
+        )
+        schedule = (
+            "one split per block"
+            if self.max_run == 1
+            else f"up to {self.max_run} splits per block, about {self.target_units} units per KV head, by load"
+        )
+        device = self.device
+        rate = f"{device.bandwidth_bytes_s / 1e12:.2f} TB/s ({'measured' if device.measured else 'datasheet'})"
+        floor = f"{self.floor_us:.1f} us at {rate}" if device.bandwidth_bytes_s else "unknown without a bandwidth"
+        return "\n".join(
+            (
+                f"device          {device.name}, {device.sm_count} {'cores' if device.is_cpu else 'SMs'}",
+                f"policy          {self.policy.label} ({source})",
+                f"splits          {self.num_splits} of {self.split_len} keys at {problem.capacity} keys",
+                f"rule            max({self.rule.min_len}, ceil(keys / {self.rule.target}) "
+                f"in multiples of {self.rule.quantum})",
+                f"schedule        {schedule}",
+                f"grid            {self.grid}, {self.waves:.2f} blocks per SM",
+                f"tile            {tile.block_n} keys x {tile.block_m} query vectors, {tile.num_warps} warps, "
+                f"{tile.num_stages} stages, products in {tile.compute}",
+                f"workspace       {self.workspace_bytes} bytes",
+                f"bytes read      {problem.kv_bytes()}",
+                f"floor           {floor}",
+                f"batch-invariant {invariance}",
+            )
+        )
+
+
+def plan_decode(
+    problem: DecodeProblem, device: DeviceSpec, policy: str | SplitPolicy = "auto", *, pack_gqa: bool = True
+) -> DecodePlan:
+    """The plan for a problem on a device. SPLITKV_POLICY overrides `policy`; `pack_gqa=False` gives every
+    query head a block of its own."""
+    chosen, from_environment = resolve_policy(policy)
+    return _plan(problem, device, chosen, from_environment, pack_gqa)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    problem: DecodeProblem, device: DeviceSpec, policy: SplitPolicy, from_environment: bool, pack_gqa: bool
+) -> DecodePlan:
+    rule = policy.rule(problem, device)
+    split_len, num_splits = rule.split(problem.capacity)
+    max_splits = max(rule.max_splits(problem.capacity), 1)
+    rows = problem.rows_per_kv_head if pack_gqa else problem.q_len
+    tile = tile_config(problem, rows)
+    max_run, target_units = _schedule(problem, device, rule, tile, max_splits)
+    return DecodePlan(
+        problem=problem,
+        device=device,
+        policy=policy,
+        from_environment=from_environment,
+        rule=rule,
+        tile=tile,
+        num_splits=max(num_splits, 1),
+        split_len=split_len,
+        max_splits=max_splits,
+        max_run=max_run,
+        target_units=target_units,
+        max_units=_max_units(problem.batch, max_splits, max_run, target_units),
+        rows_per_block=min(rows, tile.block_m),
+    )
+
+
+def _schedule(
+    problem: DecodeProblem, device: DeviceSpec, rule: SplitRule, tile: TileConfig, max_splits: int
+) -> tuple[int, int]:
+    """(max_run, target_units). Runs need tiles that end where splits end, and pay only under load."""
+    heads = 1 if device.is_cpu else problem.num_kv_heads
+    target_units = ceil_div(UNITS_PER_SM * max(device.sm_count, 1), heads)
+    if rule.quantum % tile.block_n or problem.batch * max_splits <= target_units:
+        return 1, target_units
+    return most_splits_per_block(tile, problem), target_units
+
+
+def _max_units(batch: int, max_splits: int, max_run: int, target_units: int) -> int:
+    """Units of a whole launch, per KV head, at most.
+
+    A row of `span` keys is cut into runs of at least total/target_units keys, so all rows together make at
+    most target_units units and one more each; rows whose run is held to max_run make max_splits/max_run.
+    """
+    every_split = batch * max_splits
+    if max_run == 1:
+        return every_split
+    return min(every_split, target_units + batch * ceil_div(max_splits, max_run))
+
+
+def workspace_bytes(problem: DecodeProblem, device: DeviceSpec, policy: str | SplitPolicy = "auto") -> int:
+    """Exact scratch bytes of the plan for this problem: what `workspace=` must hold at least."""
+    return plan_decode(problem, device, policy).workspace_bytes

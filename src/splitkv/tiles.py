@@ -1,0 +1,96 @@
+"""The tile: the block of keys that one step of the kernel reads, and the warps that read it.
+
+It fixes bytes of the answer (which products are summed together), so it follows from the geometry and dtypes
+alone: never from the batch, the capacity, the pages, the SM count or a tuned table. Pure integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .problem import DTYPE_BYTES, KIB, DecodeProblem
+
+MAX_BLOCK_ROWS, MAX_F32_ROWS = 64, 8
+F32_TILE_BYTES = 8 * KIB
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How one block works through its keys.
+
+    block_m: query vectors per block (padded). block_n: keys per tile. compute: dtype of both products. These
+    and num_warps fix the bytes of the answer; num_stages (tiles in flight) does not.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    compute: str
+
+
+def compute_dtype(q_dtype: str, kv_dtype: str) -> str:
+    """Dtype in which q.k and p.v are multiplied (always summed in f32).
+
+    Keys and values lose nothing to it: fp8 is exact in f16, and mixed 16-bit dtypes and anything with f32 go
+    through true f32. A bf16 query over fp8 keys is exact in f16 from 6e-5 to 65504.
+    """
+    if q_dtype == "f32":
+        return "f32"
+    if kv_dtype.startswith("fp8"):
+        return "f16"
+    return kv_dtype if kv_dtype == q_dtype else "f32"
+
+
+def tile_keys(problem: DecodeProblem, block_m: int = 1) -> int:
+    """Keys per tile, from measurements on an H200 (docs/lab-notes.md, "Tiles").
+
+    16-bit: 32 keys, 128 where head_dim is 64 or less and a tile would be small. fp8: 64, 128 up to head_dim 128.
+    f32: a few KiB of keys, which one warp works through alone, so that nothing waits for another warp; fewer
+    for blocks of more than four query vectors, which need the registers.
+    """
+    dims = padded_dims(problem)
+    if compute_dtype(problem.q_dtype, problem.kv_dtype) == "f32":
+        tile_bytes = F32_TILE_BYTES // max(block_m // 4, 1) ** 2
+        keys = tile_bytes // (dims * DTYPE_BYTES["f32"])
+        return min(max(power_of_two(keys // 2 + 1), 2), 64)  # the power of two at or below keys
+    if problem.kv_dtype.startswith("fp8"):
+        return 128 if dims <= 256 else 64
+    return 128 if dims <= 128 else 32
+
+
+def tile_config(problem: DecodeProblem, rows: int) -> TileConfig:
+    """The tile for blocks that serve up to `rows` query vectors of one KV head."""
+    compute = compute_dtype(problem.q_dtype, problem.kv_dtype)
+    if compute == "f32":
+        block_m = min(power_of_two(rows), MAX_F32_ROWS)
+        return TileConfig(block_m, tile_keys(problem, block_m), 1, 4, compute)
+    block_m = min(max(power_of_two(rows), 16), MAX_BLOCK_ROWS)
+    block_n = tile_keys(problem)
+    num_warps = 8 if block_m * power_of_two(problem.v_head_dim) > 32 * 256 else 4
+    tile_bytes = block_n * padded_dims(problem) * DTYPE_BYTES[problem.kv_dtype]
+    num_stages = 4 if tile_bytes <= 16 * KIB else 3
+    if problem.page_size is not None and block_n < 32 * num_warps:
+        num_stages = 2 * num_stages - 1  # Triton then gives half of the stages to the loads of the page ids
+    return TileConfig(block_m, block_n, num_warps, num_stages, compute)
+
+
+def most_splits_per_block(tile: TileConfig, problem: DecodeProblem) -> int:
+    """Splits that a block may join by itself, 1, 4 or 16: every factor of four holds one more set of sums in
+    registers, and none may spill (tests/kernels/test_compile.py)."""
+    registers = tile.block_m * power_of_two(problem.v_head_dim) // (32 * tile.num_warps)
+    if tile.compute == "f32":
+        return 4 if registers < 16 else 1
+    if problem.kv_dtype.startswith("fp8"):
+        return 4 if registers <= 16 else 1
+    return 16 if registers <= 16 else 4 if registers <= 32 else 1
+
+
+def padded_dims(problem: DecodeProblem) -> int:
+    """Columns of K and V per key as the kernel holds them."""
+    return power_of_two(problem.head_dim) + power_of_two(problem.v_head_dim)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()

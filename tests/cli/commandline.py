@@ -1,0 +1,29 @@
+"""How the tests of this folder call the command line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from splitkv.bench.commands import app
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+PLAN = ("plan", "--heads", "16/4", "--head-dim", "256", "--context", "262144")
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) of `splitkv words...`, in this process."""
+    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "100"}, prog_name="splitkv")
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def script(*words: str, prelude: str = "", columns: str = "100") -> subprocess.CompletedProcess[str]:
+    """The console script in a process of its own."""
+    program = f"{prelude}\nfrom splitkv.cli import main\nmain()"
+    env = {**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": columns}
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)

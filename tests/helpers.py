@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from splitkv.backends import launcher
 from splitkv.checks import check_inputs
-from splitkv.plan import DecodePlan
+from splitkv.plan import DecodePlan, _max_units
+from splitkv.policy import SplitRule
 
 NAN, INF = math.nan, math.inf
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -164,3 +166,17 @@ def launch_plan(
         plan=plan,
     )
     return out, lse
+
+
+def reschedule(plan: DecodePlan, max_run: int, target_units: int) -> DecodePlan:
+    """The plan under another schedule: other blocks compute the same splits, which must not change a bit."""
+    max_units = _max_units(plan.problem.batch, plan.max_splits, max_run, target_units)
+    return replace(plan, max_run=max_run, target_units=target_units, max_units=max_units)
+
+
+def with_small_splits(plan: DecodePlan, target: int, keys: int = 16) -> DecodePlan:
+    """The plan with tiles of `keys` keys and up to `target` splits of whole tiles, as runs of splits need."""
+    rule = SplitRule(target, keys, keys)
+    max_splits = max(rule.max_splits(plan.problem.capacity), 1)
+    plan = replace(plan, rule=rule, tile=replace(plan.tile, block_n=keys), max_splits=max_splits)
+    return reschedule(plan, plan.max_run, plan.target_units)

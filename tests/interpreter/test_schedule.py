@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,50 +21,178 @@ from helpers import (
     make_inputs,
     page_order,
     poison_tails,
+    reschedule,
     to_pages,
+    with_small_splits,
 )
 
 from splitkv import DecodeProblem, DeviceSpec, SplitPolicy, decode_attention, plan_decode, reference_attention
-from splitkv.backends.triton_launch import merge_parts
-from splitkv.plan import DecodePlan, _max_units
-from splitkv.policy import SplitRule
-from splitkv.tiles import TileConfig
+from splitkv.backends import triton_launch
+from splitkv.plan import DecodePlan
 
 F32, F16 = torch.float32, torch.float16
 NAMES = {F32: "f32", F16: "f16"}
 both_dtypes = pytest.mark.parametrize("dtype", [F32, F16], ids=NAMES.get)
-TILE = 16
+
+LENS = [2400, 0, 16 * 65 + 3, 16 * 64, 16 * 17, 1, 16 * 5 - 1, 16 * 4, 16]
+"""150, 0, 66, 64, 17, 1, 5, 4 and 1 splits of 16 keys: three blocks of the merge, two, one, and none."""
+SCHEDULES = [(4, 1), (4, 7), (4, 200), (16, 1), (16, 7), (16, 60), (16, 200)]
+"""(max_run, target_units): from as few units as may be to one split per unit."""
 
 
-def reschedule(
-    plan: DecodePlan, *, max_run: int, target_units: int, rule: SplitRule | None = None, tile: TileConfig | None = None
-) -> DecodePlan:
-    """The plan under another schedule: other blocks compute the same splits, which must not change a bit.
-
-    Splits end where tiles end: the tile has TILE keys and the rule's splits are multiples of it.
-    """
-    rule = SplitRule(plan.rule.target, TILE, TILE) if rule is None else rule
-    tile = replace(plan.tile, block_n=TILE) if tile is None else tile
-    max_splits = max(rule.max_splits(plan.problem.capacity), 1)
-    return replace(
-        plan,
-        rule=rule,
-        tile=tile,
-        max_splits=max_splits,
-        max_run=max_run,
-        target_units=target_units,
-        max_units=_max_units(plan.problem.batch, max_splits, max_run, target_units),
-    )
+def plan_of(batch: int, capacity: int, dtype: torch.dtype, target: int = 256, **shape: int) -> DecodePlan:
+    """One split per block, splits of 16 keys."""
+    shape = dict(num_q_heads=2, num_kv_heads=1, head_dim=16) | shape
+    problem = DecodeProblem(batch, **shape, capacity=capacity, q_dtype=NAMES[dtype], kv_dtype=NAMES[dtype])
+    return reschedule(with_small_splits(plan_decode(problem, DeviceSpec.named("h200")), target), 1, 1)
 
 
-def plan_of(
-    batch: int, capacity: int, dtype: torch.dtype, rule: SplitRule, max_run: int, target_units: int, **problem: Any
-) -> DecodePlan:
-    shape = dict(num_q_heads=2, num_kv_heads=1, head_dim=16) | problem
-    asked = DecodeProblem(batch, **shape, capacity=capacity, q_dtype=NAMES[dtype], kv_dtype=NAMES[dtype])
-    plan = plan_decode(asked, DeviceSpec.named("h200"), SplitPolicy.pinned(rule.target))
-    return reschedule(plan, max_run=max_run, target_units=target_units, rule=rule)
+def attend(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return decode_attention(*tensors, return_lse=True, **options)  # type: ignore[return-value]
 
 
-def rows_of(tensors: tuple[Tensor, ...], rows: Sequence[int]) -> tuple[Tensor, ...]:
+def rows_of(tensors: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, ...]:
     return tuple(tensor[list(rows)] for tensor in tensors)
+
+
+# ---- the schedule ------------------------------------------------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize("target", [256, 40], ids=["splits of 16 keys", "splits by length"])
+def test_the_schedule_changes_no_byte(target: int, dtype: torch.dtype) -> None:
+    q, k, v = make_inputs(len(LENS), 2, 1, 16, max(LENS), dtype=dtype)
+    k, v = poison_tails(k, LENS, NAN), poison_tails(v, LENS, NAN)
+    plan = plan_of(len(LENS), max(LENS), dtype, target)
+    want = launch_plan(plan, q, k, v, int32(LENS))
+    assert_parity(want, reference_attention(q, k, v, int32(LENS), return_lse=True))
+    for schedule in SCHEDULES:
+        other = reschedule(plan, *schedule)
+        assert_same(launch_plan(other, q, k, v, int32(LENS)), want, schedule)
+
+
+@both_dtypes
+def test_a_row_alone_has_the_bytes_it_has_in_a_batch(dtype: torch.dtype) -> None:
+    """Alone, with no more capacity than keys: every width of the merge, loaded or not."""
+    q, k, v = make_inputs(len(LENS), 2, 1, 16, max(LENS), dtype=dtype)
+    plan = plan_of(len(LENS), max(LENS), dtype)
+    want = launch_plan(reschedule(plan, 4, 7), q, k, v, int32(LENS))
+    parts = set()
+    for row, length in enumerate(LENS):
+        capacity = max(length, 1)
+        one = q[[row]], k[[row], :capacity], v[[row], :capacity], int32([length])
+        alone = plan_of(1, capacity, dtype)
+        for schedule in ((1, 1), (4, 3), (16, 3), (16, 1)):
+            plan = reschedule(alone, *schedule)
+            assert_same(launch_plan(plan, *one), rows_of(want, [row]), (length, schedule))  # type: ignore[arg-type]
+            parts.add((triton_launch.merge_parts(plan), schedule[0] > 1) if plan.splits else None)
+    assert parts == {None} | {(width, loaded) for width in (4, 16, 64) for loaded in (False, True)}
+
+
+@both_dtypes
+@pytest.mark.parametrize("rows", [[3, 0], [8, 7, 6, 5, 4, 3, 2, 1, 0], [5, 5, 2, 5], [1, 2, 1, 1]], ids=str)
+def test_neighbours_and_order_change_no_byte(rows: list[int], dtype: torch.dtype) -> None:
+    q, k, v = make_inputs(len(LENS), 2, 1, 16, max(LENS), dtype=dtype)
+    want = launch_plan(plan_of(len(LENS), max(LENS), dtype), q, k, v, int32(LENS))
+    batch = (*rows_of((q, k, v), rows), int32([LENS[row] for row in rows]))
+    for schedule in ((4, 5), (16, 5)):
+        plan = reschedule(plan_of(len(rows), max(LENS), dtype), *schedule)
+        assert_same(launch_plan(plan, *batch), rows_of(want, rows), schedule)  # type: ignore[arg-type]
+
+
+def test_batches_scanned_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than one vector of lengths holds: the search for a unit's row goes block by block."""
+    q, k, v = make_inputs(len(LENS), 2, 1, 16, max(LENS))
+    plan = plan_of(len(LENS), max(LENS), F32)
+    want = launch_plan(plan, q, k, v, int32(LENS))
+    monkeypatch.setattr(triton_launch, "MAX_BATCH_BLOCK", 4)
+    for schedule in ((4, 7), (16, 7)):
+        assert_same(launch_plan(reschedule(plan, *schedule), q, k, v, int32(LENS)), want, schedule)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": dict(window=100),
+    "starts": dict(starts=int32([7, 16, 33, 290])),
+    "sinks": dict(sinks=torch.tensor([1.0, -2.0]), softcap=3.0),
+    "scales": dict(k_scale=torch.tensor([0.5]), v_scale=torch.tensor([3.0])),
+    "mask": dict(mask=torch.arange(300) % 64 > 31),
+    "additive mask": dict(mask=torch.linspace(-1, 1, 300)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_under_every_schedule(name: str) -> None:
+    lens = int32([300, 16, 222, 290])
+    q, k, v = make_inputs(4, 2, 1, 16, 300, q_len=3)
+    plan = plan_of(4, 300, F32, q_len=3)
+    want = launch_plan(plan, q, k, v, lens, **OPTIONS[name])
+    reference = reference_attention(q, k, v, lens, return_lse=True, **OPTIONS[name])
+    assert_parity(want, reference, tolerance=3e-5)  # type: ignore[arg-type]
+    for schedule in ((4, 1), (4, 30), (16, 1)):
+        assert_same(launch_plan(reschedule(plan, *schedule), q, k, v, lens, **OPTIONS[name]), want, schedule)
+
+
+@both_dtypes
+def test_the_workspace_is_exact_and_its_contents_do_not_matter(dtype: torch.dtype) -> None:
+    """Every schedule, in a workspace of exactly its plan's bytes between guard bands, over three fills (CASE-32)."""
+    lens = [640, 3, 0, 333, 640]
+    q, k, v = make_inputs(len(lens), 6, 2, 16, 640, v_head_dim=32, dtype=dtype)
+    plan = plan_of(len(lens), 640, dtype, num_q_heads=6, num_kv_heads=2, v_head_dim=32)
+    want = launch_plan(plan, q, k, v, int32(lens))
+    for schedule in ((1, 1), (4, 1), (4, 8), (16, 8), (16, 200)):
+        other = reschedule(plan, *schedule)
+        for byte in (0xFF, 0x7F, 0x00)[: 3 if schedule in ((1, 1), (16, 8)) else 1]:
+            space = Guarded((other.workspace_bytes,), torch.uint8, byte=byte)
+            out, lse = Guarded(want[0].shape, dtype, byte=byte), Guarded(want[1].shape, F32, byte=byte)
+            got = launch_plan(other, q, k, v, int32(lens), out=out.tensor, lse=lse.tensor, workspace=space.tensor)
+            assert_same(got, want, (schedule, byte))
+            assert space.intact() and out.intact() and lse.intact()
+
+
+@both_dtypes
+@pytest.mark.parametrize("schedule", [(1, 1), (4, 1), (16, 1)], ids=str)
+def test_a_row_of_one_split_is_the_unsplit_answer(schedule: tuple[int, int], dtype: torch.dtype) -> None:
+    """In a plan that splits: the bytes of one split for all, those of rowwise, and an untouched workspace."""
+    lens = [16, 1, 0, 13]
+    q, k, v = make_inputs(4, 6, 2, 16, 200, dtype=dtype)
+    shape = dict(num_q_heads=6, num_kv_heads=2)
+    plan = reschedule(plan_of(4, 200, dtype, **shape), *schedule)
+    space = Guarded((plan.workspace_bytes,), torch.uint8)
+    got = launch_plan(plan, q, k, v, int32(lens), workspace=space.tensor)
+    assert plan.splits and space.untouched()
+    unsplit = plan_of(4, 200, dtype, target=1, **shape)
+    assert not unsplit.splits
+    assert_same(launch_plan(unsplit, q, k, v, int32(lens)), got, "one split for all")
+    assert_same(launch_plan(plan, q, k, v, int32(lens), backend="rowwise"), got, "rowwise")
+
+
+# ---- the public call ---------------------------------------------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize("policy", ["auto", "waves", SplitPolicy.length(8, 16), SplitPolicy.pinned(5)], ids=str)
+def test_one_answer_through_the_public_call(policy: Any, dtype: torch.dtype) -> None:
+    """CASE-07: alone, beside others, in another order, in a larger cache, in pages, on other pages."""
+    lens = [333, 0, 700, 1]
+    q, k, v = make_inputs(4, 2, 1, 16, 700, dtype=dtype)
+    want = attend(q, k, v, int32(lens), policy=policy)
+    assert_parity(want, reference_attention(q, k, v, int32(lens), return_lse=True))
+    assert_same(attend(q, k, v, int32(lens), policy=policy), want, "again")
+    for rows in ([0], [2], [2, 0], [3, 2, 1, 0]):
+        batch = (*rows_of((q, k, v), rows), int32([lens[row] for row in rows]))
+        assert_same(attend(*batch, policy=policy), rows_of(want, rows), rows)  # type: ignore[arg-type]
+    one = q[:1], k[:1, :333], v[:1, :333], int32([333])
+    assert_same(attend(*one, policy=policy), rows_of(want, [0]), "capacity 333")  # type: ignore[arg-type]
+    for page_size, seed in ((16, 1), (16, 2), (100, 3)):
+        table, pages = page_order(4, 700, page_size, seed=seed)
+        pool = [to_pages(cache, table, pages, page_size) for cache in (k, v)]
+        got = attend(q, *pool, int32(lens), block_table=table, policy=policy)
+        assert_same(got, want, f"pages of {page_size}, order {seed}")
+
+
+def test_a_row_of_one_split_is_rowwise_through_the_public_call() -> None:
+    for dtype in (F32, F16):
+        q, k, v = make_inputs(2, 4, 2, 32, 100, dtype=dtype)
+        got = attend(q, k, v, int32([100, 31]))
+        assert_same(attend(q, k, v, int32([100, 31]), policy=SplitPolicy.pinned(1)), got)
+        assert_same(attend(q, k, v, int32([100, 31]), backend="rowwise"), got)

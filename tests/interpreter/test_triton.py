@@ -23,12 +23,13 @@ from helpers import (
     make_inputs,
     page_order,
     poison_tails,
+    reschedule,
     to_pages,
+    with_small_splits,
 )
 
 from splitkv import DecodeProblem, DeviceSpec, SplitPolicy, decode_attention, plan_decode, reference_attention
 from splitkv.backends import triton_launch, triton_merge, triton_split
-from splitkv.plan import DecodePlan
 from splitkv.reference import twin_attention
 
 F32, F16 = torch.float32, torch.float16
@@ -366,12 +367,6 @@ def join_right_part_only(acc_a, m_a, l_a, acc_b, m_b, l_b):
     return acc_b, m_b, l_b
 
 
-def loaded(plan: DecodePlan) -> DecodePlan:
-    from test_schedule import reschedule
-
-    return reschedule(plan, max_run=4, target_units=1)
-
-
 def break_argument(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Pass something else to the kernels as an argument; a function gets the right value and all arguments."""
     right = triton_launch.tile_arguments
@@ -401,7 +396,8 @@ def mutant_check(schedule: str = "unloaded") -> None:
     k[:, 17] *= 8  # a maximum that moves between splits
     problem = DecodeProblem(2, 6, 2, 16, 32, capacity=96, q_dtype="f32", kv_dtype="f32")
     plan = plan_decode(problem, DeviceSpec.cpu(), SplitPolicy.pinned(6))
-    plan = loaded(plan) if schedule == "loaded" else plan
+    if schedule == "loaded":
+        plan = reschedule(with_small_splits(plan, 6), max_run=4, target_units=1)
     assert_parity(launch_plan(plan, q, k, v, int32([95, 40])), oracle(q, k, v, int32([95, 40])))
 
 

@@ -109,9 +109,7 @@ def test_no_import_cycle() -> None:
 
 @pytest.mark.parametrize("name", NO_TORCH)
 def test_pure_modules_need_no_torch(name: str) -> None:
-    at_import = [
-        node for node in parse(f"splitkv.{name}") if not isinstance(node, ast.FunctionDef | ast.ClassDef)
-    ]
+    at_import = [node for node in parse(f"splitkv.{name}") if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
     third_party = {other.split(".")[0] for other in imported_names(f"splitkv.{name}", at_import)}
     assert third_party <= {*sys.stdlib_module_names, "splitkv"}
 

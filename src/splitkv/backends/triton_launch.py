@@ -51,6 +51,7 @@ def launch(*, q: Tensor, lse: Tensor | None, workspace: Tensor | None, plan: Dec
         floats = workspace.view(torch.uint8)[: plan.workspace_bytes].view(torch.float32)  # type: ignore[union-attr]
         acc_size = plan.max_units * problem.num_q_heads * problem.q_len * problem.v_head_dim
         rows |= dict(partial_out=floats[:acc_size], partial_ml=floats[acc_size:])
+    dependent = {"launch_pdl": True} if rows["PDL"] else {}
     with on_device(q):
         split_kernel[plan.grid](
             **rows,
@@ -59,6 +60,7 @@ def launch(*, q: Tensor, lse: Tensor | None, workspace: Tensor | None, plan: Dec
             ROWS_PER_BLOCK=plan.rows_per_block,
             ROW_BLOCKS=plan.row_blocks,
             SPLITS=plan.splits,
+            **dependent,
             **compile_options(tile),
         )
         if plan.splits:
@@ -71,7 +73,7 @@ def launch(*, q: Tensor, lse: Tensor | None, workspace: Tensor | None, plan: Dec
                 PARTS=merge_parts(plan),
                 num_warps=4,
                 enable_fp_fusion=False,
-                **({"launch_pdl": True} if rows["PDL"] else {}),
+                **dependent,
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .triton_tile import finish, join, keys_per_run, load_bounds, units_of
 
@@ -57,10 +57,11 @@ def merge_kernel(
     split_len, _, units = units_of(span, run_keys, target, min_len, quantum, MAX_RUN)
     if MAX_RUN == 1:
         units = tl.cdiv(span, split_len)
+    if PDL:  # even with nothing to do: the next kernel waits for this one, and must not overtake the split kernel
+        gdc_wait()
+        gdc_launch_dependents()
     if units <= 1:
         return
-    if PDL:
-        gdc_wait()
 
     dv = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     root = tl.zeros([1, BLOCK_DV], tl.float32)

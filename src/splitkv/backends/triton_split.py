@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .triton_tile import attend_tile, finish, join, keys_per_run, load_bounds, units_of
 
@@ -31,7 +31,8 @@ def split_kernel(
     HAS_LSE: tl.constexpr, MASK: tl.constexpr, COMPUTE: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (units, KV heads x row blocks, rows), or (units of all rows, KV heads x row blocks, 1)."""
-    if PDL:
+    if PDL:  # started while the kernel before still ran: wait for what it wrote, then let the merge start
+        gdc_wait()
         gdc_launch_dependents()
     kv_head = tl.program_id(1) // ROW_BLOCKS
     row_block = tl.program_id(1) % ROW_BLOCKS

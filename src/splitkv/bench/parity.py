@@ -2,8 +2,7 @@
 
 The measuring stick is the formula itself in float64, chunk by chunk with plain PyTorch operations on whatever
 device holds the cache, because 262,144 keys take the CPU oracle (`splitkv.reference_attention`) many seconds.
-It shares no code with the kernels, and `rungs` checks it against that oracle at the smallest rung of every
-run.
+It shares no code with the kernels, and `rungs` holds it against that oracle on the first keys of every dtype.
 """
 
 from __future__ import annotations

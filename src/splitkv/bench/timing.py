@@ -5,8 +5,7 @@ replaying CUDA graphs between events, on a CPU with a clock round each call. Eit
 - every call reads the next KV set of a rotation that is far larger than the cache;
 - all contenders are measured in one process, in turns;
 - warm-up, compilation and capture happen before the first sample;
-- a median that implies more bandwidth than the memory has, a first sample that still pays for a warm-up, or
-(on
+- a median that implies more bandwidth than the memory has, a first sample that still pays for a warm-up, or (on
   a GPU, which nobody shares) a wide spread is rejected and measured again, and after three tries refused.
 """
 

@@ -56,7 +56,7 @@ def decode_attention(
         num_q_heads, q_len, capacity]; bool (True: visible) or additive, on top of the causal rule.
     k_scale, v_scale: what stored keys and values are multiplied by: a number, or f32 of one or num_kv_heads.
     policy: how rows are split (see SplitPolicy). backend: auto, triton, rowwise (CUDA) or cpu.
-    out: where to write. workspace: scratch of at least plan_decode(...).workspace_bytes, for callers that own
+    out: where to write. workspace: 1-D scratch of at least plan_decode(...).workspace_bytes, for callers that own
         theirs; two streams must not share one.
 
     Returns out (q's shape with V's head size, q's dtype), and with return_lse also the log-sum-exp of the

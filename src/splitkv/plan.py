@@ -20,7 +20,7 @@ from .policy import SplitPolicy, SplitRule, ceil_div, resolve_policy
 from .problem import DTYPE_BYTES, DecodeProblem, DeviceSpec
 from .tiles import TileConfig, most_splits_per_block, tile_config
 
-UNITS_PER_SM = 4
+UNITS_PER_SM = 16
 """Units a loaded GPU is given per SM: enough that uneven rows even out, few enough that starts stay cheap."""
 
 

@@ -18,15 +18,17 @@ from .tiles import compute_dtype, tile_keys
 POLICY_VARIABLE = "SPLITKV_POLICY"
 PACK_VARIABLE = "SPLITKV_GQA_PACK"
 
-AUTO_BLOCKS, AUTO_F32_BLOCKS = 256, 512
-"""Blocks that `auto` aims at for one long row: two per SM on every large GPU (264 slots on an H200). An f32 block
-is one warp, so there are twice as many."""
+AUTO_BLOCKS, AUTO_LEAST_BLOCKS, AUTO_MERGE = 256, 128, 64
+"""Blocks that `auto` aims at for one long row: two per SM on every large GPU (264 slots on an H200). But a merge of
+more than 64 splits takes longer than the second block per SM saves, as long as there is one for each."""
+AUTO_F32_BLOCKS = 512
+"""The same in f32, where a block is one warp; twice that for groups over four heads, whose arithmetic needs more."""
 AUTO_SPLIT_BYTES, AUTO_MIN_KEYS = 128 << 10, 128
 """Least `auto` split: this many bytes of K and V, below which a block's start and the merge cost more than its
 share of reading; but AUTO_MIN_KEYS where keys are small (under 512 bytes), as there latency counts, not bytes."""
 AUTO_QUANTUM = 64
 """`auto` splits are multiples of this many keys, or of a larger tile, so that no tile straddles two splits."""
-MAX_AUTO_SPLITS, MIN_AUTO_SPLITS = 128, 16
+MAX_AUTO_SPLITS, MIN_AUTO_SPLITS = 256, 16
 
 WAVES_CTAS_PER_SM, WAVES_MAX_SPLITS, WAVES_MIN_KEYS = 2, 16, 256
 CAPACITY_CTAS, CAPACITY_MIN_KEYS, CAPACITY_MAX_SPLITS, CAPACITY_MIN_OVERRIDE = 512, 128, 64, 32
@@ -154,9 +156,12 @@ class SplitPolicy:
 
 
 def _auto(policy: SplitPolicy, problem: DecodeProblem, device: DeviceSpec) -> SplitRule:
-    f32 = compute_dtype(problem.q_dtype, problem.kv_dtype) == "f32"
-    blocks = AUTO_F32_BLOCKS if f32 else AUTO_BLOCKS
-    target = min(max(blocks // problem.num_kv_heads, MIN_AUTO_SPLITS), MAX_AUTO_SPLITS)
+    kv_heads = problem.num_kv_heads
+    if compute_dtype(problem.q_dtype, problem.kv_dtype) == "f32":
+        wanted = AUTO_F32_BLOCKS * (1 if problem.group_size <= 4 else 2) // kv_heads
+    else:
+        wanted = min(AUTO_BLOCKS // kv_heads, max(AUTO_MERGE, AUTO_LEAST_BLOCKS // kv_heads))
+    target = min(max(wanted, MIN_AUTO_SPLITS), MAX_AUTO_SPLITS)
     quantum = max(AUTO_QUANTUM, tile_keys(problem))
     small = problem.kv_bytes_per_key < 512
     keys = AUTO_MIN_KEYS if small else AUTO_SPLIT_BYTES // problem.kv_bytes_per_key

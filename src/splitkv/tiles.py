@@ -45,18 +45,18 @@ def compute_dtype(q_dtype: str, kv_dtype: str) -> str:
 def tile_keys(problem: DecodeProblem, block_m: int = 1) -> int:
     """Keys per tile, from measurements on an H200 (docs/lab-notes.md, "Tiles").
 
-    16-bit: 32 keys, 128 where head_dim is 64 or less and a tile would be small. fp8: 64, 128 up to head_dim 128.
-    f32: a few KiB of keys, which one warp works through alone, so that nothing waits for another warp; fewer
-    for blocks of more than four query vectors, which need the registers.
+    16-bit: 32 KiB of K and V (32 keys at head_dim 256, 64 at 128, 128 at 64 and below). fp8: 64 keys, 128 up to
+    head_dim 128. f32: 8 KiB of keys, which one warp works through alone, so that nothing waits for another warp;
+    half of that for blocks of more than four query vectors, which need the registers.
     """
     dims = padded_dims(problem)
     if compute_dtype(problem.q_dtype, problem.kv_dtype) == "f32":
-        tile_bytes = F32_TILE_BYTES // max(block_m // 4, 1) ** 2
+        tile_bytes = F32_TILE_BYTES // max(block_m // 4, 1)
         keys = tile_bytes // (dims * DTYPE_BYTES["f32"])
         return min(max(power_of_two(keys // 2 + 1), 2), 64)  # the power of two at or below keys
     if problem.kv_dtype.startswith("fp8"):
         return 128 if dims <= 256 else 64
-    return 128 if dims <= 128 else 32
+    return 128 if dims <= 128 else 64 if dims <= 256 else 32
 
 
 def tile_config(problem: DecodeProblem, rows: int) -> TileConfig:

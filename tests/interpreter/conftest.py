@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tensors here are tiny: a second thread only waits."""
+def _quick_interpreter() -> Iterator[None]:
+    """Half the time of these tests, saved.
+
+    Tensors here are tiny, so a second thread only waits. And the interpreter of Triton 3.6 swaps the functions
+    of triton.language for its own at every call of every jit function, though they stay swapped: once is enough.
+    """
+    from triton.runtime import interpreter
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
+            patch.setattr(interpreter, "_patch_lang", _once_per_module(interpreter))
+        yield
     torch.set_num_threads(threads)
+
+
+def _once_per_module(interpreter: Any) -> Any:
+    patch_language, done = interpreter._patch_lang, set()
+    languages = {id(interpreter.tl), id(interpreter.tl.core)}
+
+    def patch_once(function: Any) -> Any:
+        seen = frozenset(languages.intersection(map(id, function.__globals__.values())))
+        if seen not in done:
+            done.add(seen)
+            patch_language(function)
+        return interpreter._LangPatchScope()  # nothing to restore
+
+    return patch_once

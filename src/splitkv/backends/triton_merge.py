@@ -59,7 +59,6 @@ def merge_kernel(
         units = tl.cdiv(span, split_len)
     if PDL:  # even with nothing to do: the next kernel waits for this one, and must not overtake the split kernel
         gdc_wait()
-        gdc_launch_dependents()
     if units <= 1:
         return
 
@@ -83,6 +82,8 @@ def merge_kernel(
             acc, m, l = join_fours(acc, m, l, PARTS // 16, BLOCK_DV)
         root, root_m, root_l = join(root, root_m, root_l, acc, m, l)
 
+    if PDL:
+        gdc_launch_dependents()
     sink = tl.full([1], float("-inf"), tl.float32)
     if HAS_SINKS:
         sink = tl.zeros([1], tl.float32) + tl.load(sinks + head)

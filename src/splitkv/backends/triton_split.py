@@ -31,9 +31,8 @@ def split_kernel(
     HAS_LSE: tl.constexpr, MASK: tl.constexpr, COMPUTE: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (units, KV heads x row blocks, rows), or (units of all rows, KV heads x row blocks, 1)."""
-    if PDL:  # started while the kernel before still ran: wait for what it wrote, then let the merge start
+    if PDL:  # started while the kernel before still ran: wait for what it wrote
         gdc_wait()
-        gdc_launch_dependents()
     kv_head = tl.program_id(1) // ROW_BLOCKS
     row_block = tl.program_id(1) % ROW_BLOCKS
     if MAX_RUN == 1:
@@ -119,6 +118,8 @@ def split_kernel(
                 if splits_done % 4 == 0:
                     acc16, m16, l16 = join(acc16, m16, l16, acc4, m4, l4)
                     acc4, m4, l4 = acc, m, tl.zeros([BLOCK_M], tl.float32)
+    if PDL:  # not sooner: blocks of the merge that wait would take the place of blocks that read
+        gdc_launch_dependents()
     l = tl.sum(sums, 1)
     if MAX_RUN > 1:
         acc, m, l = join(acc4, m4, l4, acc, m, l)

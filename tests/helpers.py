@@ -107,7 +107,9 @@ class Guarded:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal byte for byte: unlike torch.equal it tells -0 from 0 and accepts NaN."""
     kind = BITS[a.element_size()]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+    return (
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+    )
 
 
 def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], what: object = "") -> None:

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from .backends import LAUNCHERS, launcher
 from .checks import DecodeInputs, UnsupportedError, check_inputs, check_out, check_workspace
+from .device_checks import check_values, checks_wanted
 from .plan import DecodePlan, plan_decode
-from .policy import PACK_VARIABLE, SplitPolicy, parse_switch
+from .policy import SplitPolicy
 from .problem import DecodeProblem, DeviceSpec
 
 BACKEND_VARIABLE = "SPLITKV_BACKEND"
 TRITON_MAX_HEAD_DIM = 256
+FP8_CAPABILITY = (8, 9)
 
 
 def decode_attention(
@@ -154,7 +156,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
             f"lses: expected outs' shape {tuple(outs.shape)} without its last dimension, got {tuple(lses.shape)}"
         )
     if not outs.is_floating_point() or lses.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"outs, lses: expected floating outs and float32 lses, got {outs.dtype} and {lses.dtype}")
+        raise TypeError(f"outs, lses: expected floating outs and float32 or float64 lses, got {outs.dtype} and {lses.dtype}")
     if outs.device != lses.device:
         raise ValueError(f"tensors: expected all on one device, got outs on {outs.device}, lses on {lses.device}")
     top = lses.amax(0)
@@ -187,7 +189,12 @@ def choose_backend(backend: str, inputs: DecodeInputs) -> str:
     if max(problem.head_dim, problem.v_head_dim) > TRITON_MAX_HEAD_DIM:
         raise UnsupportedError(
             f"k_cache: backend {backend} supports head_dim up to {TRITON_MAX_HEAD_DIM}, got {problem.head_dim}; "
-            "supported at this size: backend cpu"
+            "supported at this size: CPU tensors on backend cpu"
+        )
+    if problem.kv_dtype == "fp8_e4m3" and on_cuda and torch.cuda.get_device_capability(inputs.q.device) < FP8_CAPABILITY:
+        raise UnsupportedError(
+            f"k_cache: backend {backend} supports float8_e4m3fn from compute capability 8.9 on; supported on this "
+            "GPU: float32, float16, bfloat16, float8_e5m2"
         )
     return backend
 
@@ -201,8 +208,7 @@ def plan_for(problem: DecodeProblem, device: torch.device, policy: str | SplitPo
             "policy: expected a SplitPolicy or one of auto, waves, capacity, length, legacy, off, or a number of "
             f"splits, got {policy!r}"
         )
-    packed = parse_switch(os.environ.get(PACK_VARIABLE, ""), declared=True)
-    return plan_decode(problem, _device_spec(device), policy, pack_gqa=packed)
+    return plan_decode(problem, _device_spec(device), policy)
 
 
 @cache
@@ -223,6 +229,8 @@ def _launch(
     return_lse: bool,
     workspace: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    if checks_wanted():
+        check_values(inputs)
     if out is None:
         out = torch.empty((*q.shape[:-1], plan.problem.v_head_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None

@@ -13,10 +13,11 @@ joins the rest. Whichever block did a join, its operands and its order are the s
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .policy import SplitPolicy, SplitRule, ceil_div, resolve_policy
+from .policy import PACK_VARIABLE, SplitPolicy, SplitRule, ceil_div, packs_gqa, parse_switch, resolve_policy
 from .problem import DTYPE_BYTES, DecodeProblem, DeviceSpec
 from .tiles import TileConfig, most_splits_per_block, tile_config
 
@@ -125,23 +126,23 @@ class DecodePlan:
         )
 
 
-def plan_decode(
-    problem: DecodeProblem, device: DeviceSpec, policy: str | SplitPolicy = "auto", *, pack_gqa: bool = True
-) -> DecodePlan:
-    """The plan for a problem on a device. SPLITKV_POLICY overrides `policy`; `pack_gqa=False` gives every
-    query head a block of its own."""
+def plan_decode(problem: DecodeProblem, device: DeviceSpec, policy: str | SplitPolicy = "auto") -> DecodePlan:
+    """The plan for a problem on a device. SPLITKV_POLICY overrides `policy`; SPLITKV_GQA_PACK=0 gives every query
+    head blocks of its own."""
     chosen, from_environment = resolve_policy(policy)
-    return _plan(problem, device, chosen, from_environment, pack_gqa)
+    wanted = parse_switch(os.environ.get(PACK_VARIABLE, ""), declared=True)
+    packed = packs_gqa(problem.num_q_heads, problem.num_kv_heads, problem.head_dim, enabled=wanted)
+    return _plan(problem, device, chosen, from_environment, packed)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    problem: DecodeProblem, device: DeviceSpec, policy: SplitPolicy, from_environment: bool, pack_gqa: bool
+    problem: DecodeProblem, device: DeviceSpec, policy: SplitPolicy, from_environment: bool, packed: bool
 ) -> DecodePlan:
     rule = policy.rule(problem, device)
     split_len, num_splits = rule.split(problem.capacity)
     max_splits = max(rule.max_splits(problem.capacity), 1)
-    rows = problem.rows_per_kv_head if pack_gqa else problem.q_len
+    rows = problem.rows_per_kv_head if packed else problem.q_len
     tile = tile_config(problem, rows)
     max_run, target_units = _schedule(problem, device, rule, tile, max_splits)
     return DecodePlan(

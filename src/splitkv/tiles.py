@@ -67,7 +67,7 @@ def tile_config(problem: DecodeProblem, rows: int) -> TileConfig:
         return TileConfig(block_m, tile_keys(problem, block_m), 1, 4, compute)
     block_m = min(max(power_of_two(rows), 16), MAX_BLOCK_ROWS)
     block_n = tile_keys(problem)
-    num_warps = 8 if block_m * power_of_two(problem.v_head_dim) > 32 * 256 else 4
+    num_warps = 8 if block_m * power_of_two(problem.v_head_dim) > 32 * 128 else 4
     tile_bytes = block_n * padded_dims(problem) * DTYPE_BYTES[problem.kv_dtype]
     num_stages = 4 if tile_bytes <= 16 * KIB else 3
     if problem.page_size is not None and block_n < 32 * num_warps:
@@ -83,7 +83,7 @@ def most_splits_per_block(tile: TileConfig, problem: DecodeProblem) -> int:
         return 4 if registers < 16 else 1
     if problem.kv_dtype.startswith("fp8"):
         return 4 if registers <= 16 else 1
-    return 16 if registers <= 16 else 4 if registers <= 32 else 1
+    return 16 if registers <= 16 else 4 if registers <= 32 and tile.block_m == 16 else 1
 
 
 def padded_dims(problem: DecodeProblem) -> int:

@@ -64,9 +64,7 @@ def launch(inputs: Any, plan: DecodePlan, out: Tensor, lse: Tensor | None) -> No
     guarded = torch.full((plan.workspace_bytes + 512,), CANARY, dtype=torch.uint8)
     workspace = guarded[256:-256]
     workspace.view(F32).fill_(NAN)
-    cpu.launch(
-        **inputs.launch_arguments(), out=out, lse=lse, workspace=workspace if plan.splits else None, plan=plan
-    )
+    cpu.launch(**inputs.launch_arguments(), out=out, lse=lse, workspace=workspace if plan.splits else None, plan=plan)
     assert (guarded[:256] == CANARY).all() and (guarded[-256:] == CANARY).all()
 
 
@@ -110,7 +108,9 @@ def assert_same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None:
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
 @pytest.mark.parametrize("q_dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("dims", [(16, 16), (64, 64), (80, 48), (96, 128), (256, 256)], ids=str)
-def test_dtypes_and_head_sizes(backend: str, dims: tuple[int, int], q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+def test_dtypes_and_head_sizes(
+    backend: str, dims: tuple[int, int], q_dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
     assert_right(problem((523, 0, 38), dims=dims, q_dtype=q_dtype, kv_dtype=kv_dtype), policy="4")
 
 
@@ -295,9 +295,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kv_dtype", [F32, F16, BF16, E4M3], ids=str)
-@pytest.mark.parametrize(
-    "layout", ["heads first", "k and v interleaved", "layers in one pool", "odd offsets and gaps"]
-)
+@pytest.mark.parametrize("layout", ["heads first", "k and v interleaved", "layers in one pool", "odd offsets and gaps"])
 def test_strides_do_not_show(backend: str, layout: str, kv_dtype: torch.dtype) -> None:
     q, k, v, lens = problem((129, 5, 48), kv_dtype=kv_dtype)
     plain = decode(q, k, v, lens)
@@ -345,7 +343,10 @@ def test_offsets_past_four_gigabytes() -> None:
     """Untouched memory costs nothing, so the pool is far larger than what is written."""
     q, k, v, _ = problem((32,), dims=(128, 128), kv_dtype=BF16)
     pool = torch.empty(3 * 2**30, dtype=BF16).view(-1, 16, 2, 128)
-    near, far = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([[len(pool) - 1, 2**20 // 2]], dtype=torch.int32)
+    near, far = (
+        torch.tensor([[0, 1]], dtype=torch.int32),
+        torch.tensor([[len(pool) - 1, 2**20 // 2]], dtype=torch.int32),
+    )
     for table in (near, far):
         pool[table[0].long()] = k[:, :32].reshape(2, 16, 2, 128)
     assert_same(*(decode(q, pool, pool, 32, block_table=table) for table in (near, far)))

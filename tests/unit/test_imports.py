@@ -18,7 +18,7 @@ import pytest
 SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "splitkv"
 
-PURE = {"problem", "policy", "plan"}
+PURE = {"problem", "tiles", "policy", "plan"}
 PUBLIC = {"splitkv", *PURE}  # "splitkv" stands for the package itself, that is its public names
 CORE = {*PURE, "checks", "reference", "ops", "attention", "backends", "cache"}
 
@@ -32,8 +32,9 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"problem", "tiles", "policy"},
     "reference": set(),
     "checks": PURE,
+    "device_checks": {*PURE, "checks"},
     "backends": PURE,
-    "attention": {*PURE, "checks", "backends"},
+    "attention": {*PURE, "checks", "device_checks", "backends"},
     "ops": {*PURE, "checks", "attention"},  # attention reaches the operator as torch.ops.splitkv
     "cache": {*PURE, "checks"},
     "models": PUBLIC,

@@ -43,9 +43,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     metadata = {name for name in names if name.startswith("splitkv-0.1.0.dist-info/")}
     package = {
-        str(path.relative_to(ROOT / "src"))
-        for path in (ROOT / "src" / "splitkv").rglob("*")
-        if path.suffix in SHIPPED
+        str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "splitkv").rglob("*") if path.suffix in SHIPPED
     }
     assert names - metadata == package
     assert {"splitkv/py.typed", "splitkv/backends/cpu_kernel.c"} <= package

@@ -154,9 +154,7 @@ def test_waves(sm_count: int, heads: int, n: int) -> None:
     assert WAVES.split(LONGEST, problem(num_q_heads=heads, num_kv_heads=1), gpu(sm_count))[1] == n
 
 
-@pytest.mark.parametrize(
-    "seq_len,active", [(1, 1), (256, 1), (257, 2), (300, 2), (1335, 6), (4847, 11), (16384, 11)]
-)
+@pytest.mark.parametrize("seq_len,active", [(1, 1), (256, 1), (257, 2), (300, 2), (1335, 6), (4847, 11), (16384, 11)])
 def test_waves_active_splits_of_11(seq_len: int, active: int) -> None:
     chunk, n = WAVES.split(seq_len, problem(num_q_heads=24), H200)
     assert n == active
@@ -282,8 +280,7 @@ def test_labels(policy: SplitPolicy, label: str) -> None:
 
 
 @given(
-    st.text("0123456789(),. -autowvescpiylnghd", max_size=12)
-    | st.binary(max_size=8).map(lambda b: b.decode("latin-1"))
+    st.text("0123456789(),. -autowvescpiylnghd", max_size=12) | st.binary(max_size=8).map(lambda b: b.decode("latin-1"))
 )
 def test_no_text_breaks_parse(text: str) -> None:
     policy = SplitPolicy.parse(text)
@@ -387,9 +384,7 @@ def test_the_packing_gate_of_width_6_at_256(q_heads: int, kv_heads: int, head_di
     ],
 )
 @pytest.mark.parametrize("head_dim", [16, 128, 256, 576])
-def test_our_packing_gate_takes_any_integer_ratio(
-    q_heads: int, kv_heads: int, packs: bool, head_dim: int
-) -> None:
+def test_our_packing_gate_takes_any_integer_ratio(q_heads: int, kv_heads: int, packs: bool, head_dim: int) -> None:
     assert packs_gqa(q_heads, kv_heads, head_dim) is packs
     assert packs_gqa(q_heads, kv_heads, head_dim, enabled=False) is False
 

@@ -123,9 +123,7 @@ def test_any_integer_ratio_of_heads(group: int, kv_heads: int) -> None:
     ],
     ids=repr,
 )
-def test_refusals_name_field_expected_and_got(
-    changes: dict[str, Any], field: str, expected: str, got: str
-) -> None:
+def test_refusals_name_field_expected_and_got(changes: dict[str, Any], field: str, expected: str, got: str) -> None:
     with pytest.raises(ValueError) as error:
         problem(**changes)
     text = str(error.value)
@@ -211,8 +209,9 @@ def test_with_bandwidth_changes_nothing_else() -> None:
 class FakeCuda:
     """As much of torch.cuda as `DeviceSpec.current` reads."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, sm_count: int = 132, capability: tuple[int, int] = (9, 0)) -> None:
         self.names = names
+        self.sm_count, self.capability = sm_count, capability
 
     def is_available(self) -> bool:
         return bool(self.names)
@@ -223,16 +222,16 @@ class FakeCuda:
     def get_device_properties(self, index: int) -> SimpleNamespace:
         return SimpleNamespace(
             name=self.names[index],
-            multi_processor_count=100 + index,
-            major=9,
-            minor=index,
+            multi_processor_count=self.sm_count + index,
+            major=self.capability[0],
+            minor=self.capability[1],
             shared_memory_per_block_optin=200_000,
             L2_cache_size=50_000_000,
         )
 
 
-def use_fake_torch(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=FakeCuda(*names)))
+def use_fake_torch(monkeypatch: pytest.MonkeyPatch, *names: str, **made: Any) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=FakeCuda(*names, **made)))
 
 
 def test_current_is_the_cpu_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,10 +241,8 @@ def test_current_is_the_cpu_without_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_current_reads_the_current_device_or_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_torch(monkeypatch, "NVIDIA H200", "NVIDIA Nonesuch 9000")
-    assert DeviceSpec.current() == DeviceSpec(
-        "NVIDIA Nonesuch 9000", 101, (9, 1), 200_000, 50_000_000, 0.0, False
-    )
-    assert DeviceSpec.current(0) == DeviceSpec("NVIDIA H200", 100, (9, 0), 200_000, 50_000_000, 4.4e12, True)
+    assert DeviceSpec.current() == DeviceSpec("NVIDIA Nonesuch 9000", 133, (9, 0), 200_000, 50_000_000, 0.0, False)
+    assert DeviceSpec.current(0) == DeviceSpec("NVIDIA H200", 132, (9, 0), 200_000, 50_000_000, 4.4e12, True)
 
 
 @pytest.mark.parametrize(
@@ -262,10 +259,13 @@ def test_current_reads_the_current_device_or_the_one_asked_for(monkeypatch: pyte
 def test_current_takes_the_bandwidth_of_a_known_product(
     monkeypatch: pytest.MonkeyPatch, product: str, known: str
 ) -> None:
-    use_fake_torch(monkeypatch, product)
+    expected = KNOWN_DEVICES[known]
+    use_fake_torch(monkeypatch, product, sm_count=expected.sm_count, capability=expected.capability)
     spec = DeviceSpec.current()
-    assert spec.bandwidth_bytes_s == KNOWN_DEVICES[known].bandwidth_bytes_s
+    assert spec.bandwidth_bytes_s == expected.bandwidth_bytes_s
     assert not spec.measured
+    use_fake_torch(monkeypatch, product, sm_count=expected.sm_count - 2, capability=expected.capability)
+    assert DeviceSpec.current().bandwidth_bytes_s == 0.0  # a cut-down relative, whose memory is another
 
 
 NO_TORCH = """

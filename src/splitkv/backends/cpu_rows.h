@@ -114,14 +114,12 @@ INLINE void store_number(char *p, enum dtype dtype, float x) {
  * two high bytes of the 128 magnitudes' f32 (the two low ones are 0: both kinds of fp8 are exact in bf16). */
 struct reader {
     enum dtype dtype;
-    bool near; /* whether rows asked for ahead go to the first-level cache, or to the second */
     float table[256];
     uint8_t byte3[128], byte2[128];
 };
 
-static void init_reader(struct reader *reader, enum dtype dtype, bool near) {
+static void init_reader(struct reader *reader, enum dtype dtype) {
     reader->dtype = dtype;
-    reader->near = near;
     if (dtype != E4M3 && dtype != E5M2) return;
     for (int code = 0; code < 256; code++)
         reader->table[code] = dtype == E4M3 ? e4m3_value((uint8_t)code) : e5m2_value((uint8_t)code);
@@ -133,12 +131,14 @@ static void init_reader(struct reader *reader, enum dtype dtype, bool near) {
 
 /* Asks for the lines of `bytes` bytes from p on. A processor may drop such a request when it is busy, so requests
  * are spread over the arithmetic and never come in bursts. */
-INLINE void ask_ahead(const struct reader *reader, const char *p, const int bytes) {
+INLINE void ask_for(const char *p, const int bytes) {
     UNROLL
-    for (int at = 0; at < bytes; at += LINE_BYTES) {
-        if (reader->near) __builtin_prefetch(p + at, 0, 3);
-        else __builtin_prefetch(p + at, 0, 2);
-    }
+    for (int at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(p + at);
+}
+
+/* Reads a line each of `bytes` bytes from p on, in order. */
+INLINE void touch(const char *p, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += LINE_BYTES) (void)*(const volatile char *)(p + at);
 }
 
 INLINE vec vload_f16(const char *at) {

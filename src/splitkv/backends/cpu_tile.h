@@ -49,7 +49,7 @@ INLINE void score_step(const enum product product, const enum dtype dtype, const
     if (ahead && first * item_bytes[dtype] % LINE_BYTES == 0)
         UNROLL
         for (int j = 0; j < SCORE_KEYS; j++)
-            ask_ahead(reader, ahead[j] + (int64_t)first * item_bytes[dtype], count * item_bytes[dtype]);
+            ask_for(ahead[j] + (int64_t)first * item_bytes[dtype], count * item_bytes[dtype]);
     UNROLL
     for (int j = 0; j < SCORE_KEYS; j++) packed[j] = pack(dtype, reader, k[j], first, count);
     UNROLL
@@ -183,7 +183,7 @@ INLINE void value_block(const enum dtype dtype, const struct reader *reader, con
         for (int c = 0; c < vecs; c++)
             sum[r][c] = vload(acc + (int64_t)r * dim + column + c * LANES) * vset1(factor[r]);
     for (int j = 0; j < count; j++) {
-        if (ahead) ask_ahead(reader, ahead[j] + (int64_t)column * item_bytes[dtype], vecs * LANES * item_bytes[dtype]);
+        if (ahead) ask_for(ahead[j] + (int64_t)column * item_bytes[dtype], vecs * LANES * item_bytes[dtype]);
         const struct packed packed = pack(dtype, reader, v[j], column, vecs * LANES);
         vec value[VALUE_VECS];
         UNROLL

@@ -179,10 +179,10 @@ def tile_arguments(
 
 
 def compile_options(tile: TileConfig) -> dict[str, Any]:
-    """No fused multiply-adds but those written out: then every variant of a kernel rounds alike. A block of one
-    warp may have every register: left alone, ptxas aims at more blocks and spills."""
+    """No fused multiply-adds but those written out: then every variant of a kernel rounds alike. Blocks of one warp,
+    or of eight, may have every register: left alone, ptxas aims at more blocks per SM and spills."""
     options: dict[str, Any] = dict(num_warps=tile.num_warps, enable_fp_fusion=False)
-    return options | ({"maxnreg": 255} if tile.num_warps == 1 else {})
+    return options | ({"maxnreg": 255} if tile.num_warps != 4 else {})
 
 
 def merge_parts(plan: DecodePlan) -> int:

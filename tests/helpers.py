@@ -63,7 +63,7 @@ def page_order(batch: int, capacity: int, page_size: int, *, spare: int = 2, see
 
 def to_pages(cache: Tensor, block_table: Tensor, num_pages: int, page_size: int, fill: float = NAN) -> Tensor:
     """The pool that holds a contiguous cache on the table's pages; everything else in it is `fill`."""
-    batch, capacity, heads, dim = cache.shape
+    batch, _, heads, dim = cache.shape
     pool = torch.full((num_pages, page_size, heads, dim), fill, dtype=torch.float32, device=cache.device)
     pool = pool.to(cache.dtype)
     for row in range(batch):

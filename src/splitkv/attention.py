@@ -156,7 +156,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
             f"lses: expected outs' shape {tuple(outs.shape)} without its last dimension, got {tuple(lses.shape)}"
         )
     if not outs.is_floating_point() or lses.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"outs, lses: expected floating outs and float32 or float64 lses, got {outs.dtype} and {lses.dtype}")
+        raise TypeError(f"outs, lses: expected floating outs, float32 or float64 lses, got {outs.dtype}, {lses.dtype}")
     if outs.device != lses.device:
         raise ValueError(f"tensors: expected all on one device, got outs on {outs.device}, lses on {lses.device}")
     top = lses.amax(0)
@@ -191,7 +191,8 @@ def choose_backend(backend: str, inputs: DecodeInputs) -> str:
             f"k_cache: backend {backend} supports head_dim up to {TRITON_MAX_HEAD_DIM}, got {problem.head_dim}; "
             "supported at this size: CPU tensors on backend cpu"
         )
-    if problem.kv_dtype == "fp8_e4m3" and on_cuda and torch.cuda.get_device_capability(inputs.q.device) < FP8_CAPABILITY:
+    e4m3 = problem.kv_dtype == "fp8_e4m3"
+    if e4m3 and on_cuda and torch.cuda.get_device_capability(inputs.q.device) < FP8_CAPABILITY:
         raise UnsupportedError(
             f"k_cache: backend {backend} supports float8_e4m3fn from compute capability 8.9 on; supported on this "
             "GPU: float32, float16, bfloat16, float8_e5m2"

@@ -35,8 +35,8 @@ F32, F16 = torch.float32, torch.float16
 NAMES = {F32: "f32", F16: "f16"}
 both_dtypes = pytest.mark.parametrize("dtype", [F32, F16], ids=NAMES.get)
 
-LENS = [16 * 130 - 7, 0, 16 * 65 + 3, 16 * 64, 16 * 17, 1, 16 * 5 - 1, 16]
-"""130, 0, 66, 64, 17, 1, 5 and 1 splits of 16 keys: three blocks of the merge, two, one, and none."""
+LENS = [16 * 129 - 7, 0, 16 * 64, 16 * 17, 1, 16 * 5 - 1, 16]
+"""129, 0, 64, 17, 1, 5 and 1 splits of 16 keys: three blocks of the merge, one, and none."""
 
 
 def plan_of(batch: int, capacity: int, dtype: torch.dtype, target: int = 256, **shape: int) -> DecodePlan:
@@ -67,8 +67,11 @@ def batch_and_answer(dtype: torch.dtype) -> tuple[tuple[Tensor, ...], tuple[Tens
 # ---- the schedule ------------------------------------------------------------------------------------------
 
 
-@both_dtypes
-@pytest.mark.parametrize("schedule", [(4, 1), (4, 7), (16, 1), (16, 7), (16, 60)], ids=str)
+@pytest.mark.parametrize(
+    "schedule, dtype",
+    [((4, 1), F32), ((4, 9), F16), ((16, 1), F32), ((16, 7), F16), ((16, 60), F32)],
+    ids=lambda value: NAMES.get(value, str(value)),
+)
 def test_the_schedule_changes_no_byte(schedule: tuple[int, int], dtype: torch.dtype) -> None:
     """(max_run, target_units): from as few units as may be to runs of 1, 4 and 16."""
     (q, k, v), want = batch_and_answer(dtype)
@@ -116,7 +119,7 @@ def test_the_narrowest_merge() -> None:
 
 
 @both_dtypes
-@pytest.mark.parametrize("rows", [[7, 6, 5, 4, 3, 1], [5, 4, 4, 1], [6, 2]], ids=str)
+@pytest.mark.parametrize("rows", [[6, 5, 4, 3, 2, 1], [4, 3, 3, 1]], ids=str)
 def test_neighbours_and_order_change_no_byte(rows: list[int], dtype: torch.dtype) -> None:
     tensors, want = batch_and_answer(dtype)
     batch = (*rows_of(tensors, rows), int32([LENS[row] for row in rows]))
@@ -160,9 +163,9 @@ def test_options_under_every_schedule(name: str) -> None:
 @both_dtypes
 def test_the_workspace_is_exact_and_its_contents_do_not_matter(dtype: torch.dtype) -> None:
     """Every schedule, in a workspace of exactly its plan's bytes between guard bands, over three fills (CASE-32)."""
-    lens = [320, 3, 0, 170]
-    q, k, v = make_inputs(len(lens), 6, 2, 16, 320, v_head_dim=32, dtype=dtype)
-    plan = plan_of(len(lens), 320, dtype, num_q_heads=6, num_kv_heads=2, v_head_dim=32)
+    lens = [200, 3, 0, 90]
+    q, k, v = make_inputs(len(lens), 6, 2, 16, 200, v_head_dim=32, dtype=dtype)
+    plan = plan_of(len(lens), 200, dtype, num_q_heads=6, num_kv_heads=2, v_head_dim=32)
     want = launch_plan(plan, q, k, v, int32(lens))
     for schedule in ((1, 1), (4, 8), (16, 4)):
         other = reschedule(plan, *schedule)
@@ -203,12 +206,12 @@ def test_one_answer_through_the_public_call(policy: Any, dtype: torch.dtype) -> 
     want = attend(q, k, v, int32(lens), policy=policy)
     assert_parity(want, reference_attention(q, k, v, int32(lens), return_lse=True))
     assert_same(attend(q, k, v, int32(lens), policy=policy), want, "again")
-    for rows in ([0], [2], [2, 0], [3, 2, 1, 0]):
+    for rows in ([0], [3, 2, 1, 0]):
         batch = (*rows_of((q, k, v), rows), int32([lens[row] for row in rows]))
         assert_same(attend(*batch, policy=policy), rows_of(want, rows), rows)  # type: ignore[arg-type]
     one = q[:1], k[:1, :333], v[:1, :333], int32([333])
     assert_same(attend(*one, policy=policy), rows_of(want, [0]), "capacity 333")  # type: ignore[arg-type]
-    for page_size, seed in ((16, 1), (16, 2), (100, 3)):
+    for page_size, seed in ((16, 1), (100, 2)):
         table, pages = page_order(4, 700, page_size, seed=seed)
         pool = [to_pages(cache, table, pages, page_size) for cache in (k, v)]
         got = attend(q, *pool, int32(lens), block_table=table, policy=policy)

@@ -1,4 +1,4 @@
-"""Backends "triton" and "rowwise" against float64: geometry, layouts, options, poison, and the mutants that must show."""
+"""Backends "triton" and "rowwise" against float64: geometry, layouts, options, poison, and mutants that must show."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_policies(policy: str | SplitPolicy, dtype: torch.dtype) -> None:
             assert_parity((got[0][one], got[1][one]), twin)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("heads, q_len", [(16, 5), (40, 2), (5, 3)])
+@pytest.mark.parametrize("heads, q_len", [(16, 5), (5, 3)])
 def test_groups_wider_than_one_block(heads: int, q_len: int) -> None:
     """80 query vectors of one KV head are two blocks of 64 in f16 and ten of 8 in f32."""
     for dtype in (F32, F16):
@@ -297,27 +297,27 @@ def test_bytes_outside_the_valid_keys_change_nothing(options: dict[str, Any], dt
 
 
 def option_sets() -> dict[str, dict[str, Any]]:
-    """Options for 3 rows, 4 query heads, 2 KV heads, 2 queries and 70 keys."""
+    """Options for 3 rows, 4 query heads, 2 KV heads, 2 queries and 48 keys."""
     generator = torch.Generator().manual_seed(5)
-    tree = torch.rand(3, 1, 2, 70, generator=generator) > 0.4
+    tree = torch.rand(3, 1, 2, 48, generator=generator) > 0.4
     tree[1, :, 0] = False  # one query that sees nothing
-    bias = torch.randn(4, 2, 70, generator=generator)
-    bias[0, 1, 5:60] = -INF
+    bias = torch.randn(4, 2, 48, generator=generator)
+    bias[0, 1, 5:40] = -INF
     one_key = bias.masked_fill(torch.rand(bias.shape, generator=generator) > 0.3, -INF)
     return {
         "window 1": dict(window=1),
         "window 16": dict(window=16),
-        "window over the length": dict(window=71),
+        "window over the length": dict(window=49),
         "scale": dict(softmax_scale=0.9),
         "softcap": dict(softcap=2.5),
         "small softcap": dict(softcap=0.05, softmax_scale=3.0),
         "sinks": dict(sinks=torch.tensor([0.5, -1.0, 30.0, -INF])),
         "sinks and softcap": dict(sinks=torch.tensor([0.5, -1.0, 30.0, -INF]), softcap=1.0, window=12),
-        "starts": dict(starts=int32([3, 0, 64])),
-        "starts beyond the length": dict(starts=int32([-5, 70, 2**30])),
-        "starts and window": dict(starts=int32([50, 0, 7]), window=30),
+        "starts": dict(starts=int32([3, 0, 40])),
+        "starts beyond the length": dict(starts=int32([-5, 48, 2**30])),
+        "starts and window": dict(starts=int32([30, 0, 7]), window=30),
         "bool mask": dict(mask=tree),
-        "bool mask by key": dict(mask=torch.arange(70) % 3 != 0),
+        "bool mask by key": dict(mask=torch.arange(48) % 3 != 0),
         "additive mask": dict(mask=bias),
         "additive mask with strides": dict(mask=bias.transpose(0, 2).contiguous().transpose(0, 2).half()),
         "mostly hidden": dict(mask=one_key, sinks=torch.zeros(4)),
@@ -328,15 +328,16 @@ def option_sets() -> dict[str, dict[str, Any]]:
     }
 
 
-@both_backends
-@both_dtypes
+@pytest.mark.parametrize(
+    "backend, dtype", [("triton", F32), ("triton", F16), ("rowwise", F32)], ids=["f32", "f16", "rowwise"]
+)
 @pytest.mark.parametrize("name", option_sets())
-def test_options(name: str, dtype: torch.dtype, backend: str) -> None:
+def test_options(name: str, backend: str, dtype: torch.dtype) -> None:
     options = option_sets()[name]
-    q, k, v = make_inputs(3, 4, 2, 16, 70, q_len=2, dtype=dtype)
-    lens = int32([70, 9, 66])
+    q, k, v = make_inputs(3, 4, 2, 16, 48, q_len=2, dtype=dtype)
+    lens = int32([48, 9, 41])
     scale = float(torch.as_tensor(options.get("v_scale", 1.0)).nan_to_num().abs().max())
-    got = attend(q, k, v, lens, backend=backend, policy=SplitPolicy.pinned(3), **options)
+    got = attend(q, k, v, lens, backend=backend, policy=SplitPolicy.pinned(2), **options)
     tolerance = max(scale, 1.0) * (1e-5 if dtype == F32 else 2e-3)
     assert_parity(got, oracle(q, k, v, lens, **options), tolerance=tolerance)
 
@@ -426,5 +427,5 @@ def test_mutant_joins_turn_the_check_red(
     module: Any, schedule: str, mutant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "join", mutant)
-    with pytest.raises(AssertionError, match="float64|finite"):
+    with pytest.raises(AssertionError, match=r"float64|finite"):
         mutant_check(schedule)

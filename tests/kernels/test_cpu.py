@@ -202,6 +202,29 @@ def test_weights_of_two_keys_to_the_last_digit() -> None:
     assert (out[-2:] == 0).all() and (lse[-2:] == 0).all() and out[-3, 0, 0] == 0.5
 
 
+@pytest.mark.parametrize("k_scale, v_scale", [(0.25, torch.tensor([2.0, 0.5])), (torch.tensor([0.25, 1.5]), 3.0)])
+def test_scales(backend: str, k_scale: Any, v_scale: Any) -> None:
+    q, k, v, lens = case = problem((300, 41), kv_dtype=E4M3)
+    assert_right(case, k_scale=k_scale, v_scale=v_scale, policy="3")
+    (out, lse), (_, other) = decode(*case, v_scale=v_scale), decode(*case)
+    assert torch.equal(lse, other) and torch.equal(decode(*case, v_scale=v_scale * 2)[0], out * 2)
+    assert_same(decode(*case), decode(*case, k_scale=1.0, v_scale=torch.ones(2)))
+
+
+def test_sinks(backend: str) -> None:
+    """Counted once, however many splits see no key, and safe where it outweighs every key or none."""
+    q, k, v, lens = problem((2048,))
+    q = torch.zeros_like(q)
+    plain, _ = decode(q, k, v, lens, window=64)
+    for policy in ("1", "8", "length(64,32)"):
+        out, lse = decode(q, k, v, lens, window=64, sinks=torch.full((4,), math.log(64.0)), policy=policy)
+        assert torch.allclose(out, plain / 2, atol=1e-6) and torch.allclose(lse, torch.tensor(128.0).log())
+    out, lse = decode(q, k, v, lens, sinks=torch.tensor([200.0, -200.0, 30.0, -math.inf]))
+    assert (out[..., 0, :] == 0).all()
+    assert torch.allclose(lse[0, 0], torch.tensor([200.0, math.log(2048.0), 30.0, math.log(2048.0)]))
+    assert_same(decode(q, k, v, lens), decode(q, k, v, lens, sinks=torch.full((4,), -math.inf)))
+
+
 def test_softcap_order_and_accuracy(backend: str) -> None:
     """Small logits keep their digits, large ones stop at the cap, and hidden ones do not come back."""
     k = torch.zeros(1, 600, 1, 64)
@@ -217,7 +240,7 @@ def test_softcap_order_and_accuracy(backend: str) -> None:
 def test_long_row(backend: str) -> None:
     q, k, v, lens = problem((262_144,), heads=(2, 1), dims=(16, 16))
     assert_right((q, k, v, lens), lse_error=1e-4)
-    out, lse = decode(torch.zeros_like(q), k, v, lens)
+    _, lse = decode(torch.zeros_like(q), k, v, lens)
     assert torch.allclose(lse, torch.tensor(262_144.0).log(), atol=1e-5)
     needle = torch.zeros_like(v)
     needle[0, 131_072] = 1.0
@@ -341,7 +364,7 @@ def test_pages_that_do_not_exist_are_absent(backend: str, bad: int) -> None:
 
 def test_offsets_past_four_gigabytes() -> None:
     """Untouched memory costs nothing, so the pool is far larger than what is written."""
-    q, k, v, _ = problem((32,), dims=(128, 128), kv_dtype=BF16)
+    q, k, _, _ = problem((32,), dims=(128, 128), kv_dtype=BF16)
     pool = torch.empty(3 * 2**30, dtype=BF16).view(-1, 16, 2, 128)
     near, far = (
         torch.tensor([[0, 1]], dtype=torch.int32),
@@ -416,7 +439,7 @@ def test_a_workspace_that_is_too_small_is_refused() -> None:
     q, k, v, lens = problem((3000,))
     inputs = check_inputs(q, k, v, lens)
     plan = replace(plan_decode(inputs.problem, DeviceSpec.cpu(), "8"), max_units=3, max_run=1)
-    with pytest.raises(ValueError, match="workspace: .* 3 partial"):
+    with pytest.raises(ValueError, match=r"workspace: .* 3 partial"):
         launch(inputs, plan, torch.empty(1, 1, 4, 64), None)
 
 

@@ -27,9 +27,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compiler(folder: Path, body: str) -> str:
     """A compiler that notes each compilation in `calls`, then runs `body` (shell; "$@" are the arguments)."""
     script = folder / "compiler"
-    script.write_text(
-        f'#!/bin/sh\nif [ "$1" = --version ]; then echo "made-up 1.0"; exit 0; fi\necho "$@" >> {folder}/calls\n{body}\n'
-    )
+    version = 'if [ "$1" = --version ]; then echo "made-up 1.0"; exit 0; fi'
+    script.write_text(f'#!/bin/sh\n{version}\necho "$@" >> {folder}/calls\n{body}\n')
     script.chmod(0o755)
     return str(script)
 

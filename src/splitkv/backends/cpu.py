@@ -96,7 +96,7 @@ def launch(
     batch, q_len, num_q_heads, head_dim = q.shape
     num_pages, page_size, num_kv_heads, v_head_dim = v_cache.shape
     heads = (num_kv_heads,)
-    tensors = {
+    tensors: dict[str, Any] = {
         "q": q,
         "k": k_cache,
         "v": v_cache,
@@ -111,9 +111,7 @@ def launch(
         "lse": lse,
     }
     if isinstance(library, str):
-        cpu_fallback.attend(
-            **tensors, softmax_scale=softmax_scale, window=window, softcap=softcap, rule=plan.rule
-        )
+        cpu_fallback.attend(**tensors, softmax_scale=softmax_scale, window=window, softcap=softcap, rule=plan.rule)
         return
     call = _Call(
         workspace=None if workspace is None else workspace.data_ptr(),
@@ -175,7 +173,7 @@ def _expanded(value: Tensor | float, shape: tuple[int, ...], dtype: torch.dtype)
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype).expand(shape)
 
 
-def _raise_for(status: int, plan: Any) -> None:
+def _raise_for(status: int, plan: DecodePlan) -> None:
     if status == 1:
         raise MemoryError("cpu backend: no memory for the threads' scratch")
     if status == 2:

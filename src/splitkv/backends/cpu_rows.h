@@ -176,7 +176,8 @@ struct packed {
 };
 
 /* `count` elements from `first` on: a multiple of LANES, at most 64. */
-INLINE struct packed pack(const enum dtype dtype, const struct reader *reader, const char *row, int first, int count) {
+INLINE struct packed pack(const enum dtype dtype, const struct reader *reader, const char *row, int first,
+                          int count) {
     struct packed packed = {.at = row + (int64_t)first * item_bytes[dtype]};
 #if FP8_BY_BYTES
     if (dtype == E4M3) {

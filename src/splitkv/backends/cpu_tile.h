@@ -160,7 +160,8 @@ static void softmax_step(int rows, float *scores, float *stats, float *factor) {
     vstore(change, vexp2(vload(change)));
     for (int r = 0; r < rows; r += 4) {
         UNROLL
-        for (int i = 0; i < 4; i++) v[i] = r + i < rows ? row_weights(scores + (r + i) * TILE_KEYS, base[r + i]) : v[0];
+        for (int i = 0; i < 4; i++)
+            v[i] = r + i < rows ? row_weights(scores + (r + i) * TILE_KEYS, base[r + i]) : v[0];
         vsum4(v[0], v[1], v[2], v[3], sum + r);
     }
     for (int r = 0; r < rows; r++) {

@@ -39,6 +39,7 @@ typedef float vec __attribute__((vector_size(16)));
 #endif
 
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 
 INLINE vec vload(const float *p) {
     vec v;
@@ -135,7 +136,7 @@ INLINE vec vexp2(vec x) {
     p = vfma(p, f, vset1(6.9314720e-1f));
     p = vfma(p, f, vset1(1.0f));
     /* n is in the low bits of `shifted`: in the exponent field, and biased, it is 2^n, or 0 for n = -127 */
-    return p * (vec)(((ivec)shifted << 23) + (127 << 23));
+    return p * (vec)(((uvec)shifted << 23) + (127u << 23));
 }
 
 INLINE float exp2_of(float x) { return vexp2(vset1(x))[0]; }

@@ -37,10 +37,11 @@ class Rung:
     num_q_heads: int
     num_kv_heads: int
     kv_dtype: str
+    head_dim: int = HEAD_DIM
 
     @property
     def case(self) -> str:
-        return f"1, {self.num_q_heads}/{self.num_kv_heads}, {HEAD_DIM}, {self.seq_len}, {self.kv_dtype}"
+        return f"1, {self.num_q_heads}/{self.num_kv_heads}, {self.head_dim}, {self.seq_len}, {self.kv_dtype}"
 
     @property
     def problem(self) -> DecodeProblem:
@@ -48,7 +49,7 @@ class Rung:
             batch=1,
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
-            head_dim=HEAD_DIM,
+            head_dim=self.head_dim,
             capacity=self.seq_len,
             q_dtype=self.kv_dtype,
             kv_dtype=self.kv_dtype,
@@ -70,19 +71,20 @@ class RungOptions:
     dtypes: tuple[str, ...]
     selection: str
     seed: int = 0
+    head_dim: int = HEAD_DIM
 
     def rungs(self) -> Iterator[Rung]:
         """Grouped by dtype, so that each group shares one allocation."""
         for kv_dtype in self.dtypes:
             for num_q_heads, num_kv_heads in self.heads:
                 for seq_len in self.lengths:
-                    yield Rung(seq_len, num_q_heads, num_kv_heads, kv_dtype)
+                    yield Rung(seq_len, num_q_heads, num_kv_heads, kv_dtype, self.head_dim)
 
     def as_command(self) -> dict[str, object]:
         """The options of the command that repeats exactly this, whatever device or defaults it runs under."""
         heads = [f"{q}/{kv}" for q, kv in self.heads]
         options = {"device": self.device, "lengths": self.lengths, "heads": heads, "dtypes": self.dtypes}
-        return {**options, "seed": self.seed}
+        return {**options, "head-dim": self.head_dim, "seed": self.seed}
 
 
 def rung_options(
@@ -92,6 +94,7 @@ def rung_options(
     dtypes: str | None = None,
     full: bool | None = None,
     seed: int = 0,
+    head_dim: int = HEAD_DIM,
 ) -> RungOptions:
     """Options from their text forms; what is not given comes from the full or the quick set.
 
@@ -100,7 +103,9 @@ def rung_options(
     """
     chosen = resolve_device(device)
     whole = chosen == "cuda" if full is None else full
-    custom = lengths is not None or heads is not None or dtypes is not None
+    custom = lengths is not None or heads is not None or dtypes is not None or head_dim != HEAD_DIM
+    if head_dim % 16 or not 16 <= head_dim <= 256:
+        raise ValueError(f"head-dim: expected a multiple of 16 from 16 to 256, got {head_dim}")
     return RungOptions(
         device=chosen,
         lengths=parse_lengths(lengths) if lengths is not None else (LENGTHS if whole else QUICK_LENGTHS),
@@ -108,6 +113,7 @@ def rung_options(
         dtypes=parse_dtypes(dtypes) if dtypes is not None else DTYPES,
         selection="custom" if custom else "full" if whole else "quick",
         seed=seed,
+        head_dim=head_dim,
     )
 
 
@@ -189,15 +195,15 @@ class Arena:
         import torch
 
         generator = torch.Generator().manual_seed(self.seed)
-        q = torch.randn(1, rung.num_q_heads, HEAD_DIM, generator=generator)
+        q = torch.randn(1, rung.num_q_heads, rung.head_dim, generator=generator)
         return q.to(self.device, self.k.dtype)
 
     def sets(self, rung: Rung, rotation: Rotation, head_major: bool = False) -> list[tuple[Tensor, Tensor]]:
         """(k, v) of each set; head_major: the same memory as [1, num_kv_heads, seq_len, head_dim]."""
-        elements = rung.num_kv_heads * rung.seq_len * HEAD_DIM
-        shape = (1, rung.num_kv_heads, rung.seq_len, HEAD_DIM)
+        elements = rung.num_kv_heads * rung.seq_len * rung.head_dim
+        shape = (1, rung.num_kv_heads, rung.seq_len, rung.head_dim)
         if not head_major:
-            shape = (1, rung.seq_len, rung.num_kv_heads, HEAD_DIM)
+            shape = (1, rung.seq_len, rung.num_kv_heads, rung.head_dim)
         starts = range(0, rotation.sets * elements, elements)
         return [(self.k[i : i + elements].view(shape), self.v[i : i + elements].view(shape)) for i in starts]
 

@@ -67,6 +67,7 @@ def rungs(
     lengths: Annotated[str | None, typer.Option(help="Contexts in tokens, such as 4096,262144.")] = None,
     heads: Annotated[str | None, typer.Option(help="Query/KV heads, such as 16/4,8/2.")] = None,
     dtypes: Annotated[str | None, typer.Option(help="KV dtypes: some of f32,f16,bf16.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Head size.")] = 256,
     full: Annotated[
         bool | None,
         typer.Option("--full/--quick", help="All 54 rungs, or 9 of them. Default: full on a GPU."),
@@ -89,7 +90,7 @@ def rungs(
     with usage():
         from .cases import rung_options
 
-        options = rung_options(device, lengths, heads, dtypes, full, seed)
+        options = rung_options(device, lengths, heads, dtypes, full, seed, head_dim)
         source = provenance(commit, dirty)
         if out is not None:
             require_writable(out)

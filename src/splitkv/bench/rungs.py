@@ -112,7 +112,7 @@ def routes(options: RungOptions) -> dict[str, str]:
     lines = {}
     for kv_dtype in options.dtypes:
         num_q_heads, num_kv_heads = options.heads[0]
-        rung = Rung(max(options.lengths), num_q_heads, num_kv_heads, kv_dtype)
+        rung = Rung(max(options.lengths), num_q_heads, num_kv_heads, kv_dtype, options.head_dim)
         plan = splitkv.DecodeAttention(rung.problem, device=options.device).plan
         backend, named = machine.default_backend(options.device)
         lines[kv_dtype] = (

@@ -189,6 +189,35 @@ def test_any_combination(data: st.DataObject) -> None:
     assert_same(decode(*case, policy=policy, **options), decode(*case, policy=policy, schedule=(run, 1), **options))
 
 
+def every_code(dtype: torch.dtype) -> Tensor:
+    """All bit patterns of a dtype, 256 to a row."""
+    bits = torch.arange(256**dtype.itemsize).to(torch.uint8 if dtype.itemsize == 1 else torch.int16)
+    return bits.view(dtype).view(-1, 1, 1, 256)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, E4M3, E5M2], ids=str)
+def test_every_code_is_decoded_exactly(dtype: torch.dtype) -> None:
+    v = every_code(dtype)
+    out, _ = decode(torch.zeros(len(v), 1, 16), torch.zeros(len(v), 1, 1, 16).to(dtype), v, 1)
+    torch.testing.assert_close(out, v[:, 0].float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_every_query_code_is_read_and_every_output_rounded_to_nearest(dtype: torch.dtype) -> None:
+    codes = every_code(dtype).flatten()
+    q = torch.zeros(len(codes), 1, 16, dtype=dtype)
+    q[:, 0, 0] = codes
+    k = torch.zeros(len(codes), 1, 1, 16)
+    k[..., 0] = 1.0
+    near = torch.cat([codes.float() * (1 + step * 2.0**-12) for step in range(-8, 9)] + [random(2**16)])
+    values = near[: near.numel() // 256 * 256].view(-1, 1, 1, 256)
+    out, _ = decode(torch.zeros(len(values), 1, 16, dtype=dtype), torch.zeros(len(values), 1, 1, 16), values, 1)
+    torch.testing.assert_close(out, values[:, 0].to(dtype), rtol=0, atol=0, equal_nan=True)
+    normal = (codes.abs() < 1e37) & (codes.abs() > 1e-36)  # as f32, in base 2 as well
+    _, lse = decode(q[normal], k[normal], k[normal], 1, softmax_scale=1.0)
+    torch.testing.assert_close(lse[:, 0], codes[normal].float(), rtol=3e-7, atol=0)
+
+
 def test_weights_of_two_keys_to_the_last_digit() -> None:
     """A key with base-2 logit x beside one with 0: 2^x / (1 + 2^x). A scale of ln 2 makes the logit exact."""
     x = torch.cat([torch.linspace(-126, 0, 4001), torch.tensor([-200.0, -1e30])])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .problem import DTYPE_BYTES, KIB, DecodeProblem
 
-MAX_BLOCK_ROWS, MAX_F32_ROWS = 64, 8
+TENSOR_CORE_ROWS, MAX_BLOCK_ROWS, MAX_F32_ROWS = 16, 64, 8
 F32_TILE_BYTES = 8 * KIB
 
 
@@ -27,6 +27,12 @@ class TileConfig:
     num_warps: int
     num_stages: int
     compute: str
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of the products. Tensor cores take 16, so up to 8 query vectors stand there twice, which gives p
+        twice the bits (triton_tile.attend_tile)."""
+        return self.block_m if self.compute == "f32" or self.block_m >= TENSOR_CORE_ROWS else TENSOR_CORE_ROWS
 
 
 def compute_dtype(q_dtype: str, kv_dtype: str) -> str:
@@ -65,7 +71,7 @@ def tile_config(problem: DecodeProblem, rows: int) -> TileConfig:
     if compute == "f32":
         block_m = min(power_of_two(rows), MAX_F32_ROWS)
         return TileConfig(block_m, tile_keys(problem, block_m), 1, 4, compute)
-    block_m = min(max(power_of_two(rows), 16), MAX_BLOCK_ROWS)
+    block_m = min(max(power_of_two(rows), TENSOR_CORE_ROWS // 2), MAX_BLOCK_ROWS)
     block_n = tile_keys(problem)
     num_warps = 8 if block_m * power_of_two(problem.v_head_dim) > 32 * 128 else 4
     tile_bytes = block_n * padded_dims(problem) * DTYPE_BYTES[problem.kv_dtype]
@@ -83,7 +89,7 @@ def most_splits_per_block(tile: TileConfig, problem: DecodeProblem) -> int:
         return 4 if registers < 16 else 1
     if problem.kv_dtype.startswith("fp8"):
         return 4 if registers <= 16 else 1
-    return 16 if registers <= 16 else 4 if registers <= 32 and tile.block_m == 16 else 1
+    return 16 if registers <= 16 else 4 if registers <= 32 and tile.block_m <= TENSOR_CORE_ROWS else 1
 
 
 def padded_dims(problem: DecodeProblem) -> int:

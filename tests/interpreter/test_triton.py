@@ -261,6 +261,23 @@ def test_keys_on_pages_that_do_not_exist_are_absent(backend: str) -> None:
         assert (out[2] == 0).all() and (lse[2] == -INF).all()
 
 
+@both_backends
+@pytest.mark.parametrize("layout", ["tokens", "heads", "pages"])
+def test_offsets_beyond_32_bits(layout: str, backend: str, check_overflow: None) -> None:
+    """CASE-01: caches that reach past 2**31 elements by the stride of one dimension (4 GiB, all but untouched)."""
+    q, k, v = make_inputs(1, 3, 3, 16, 5, dtype=F16)
+    want = attend(q, k, v, int32([5]), policy=SplitPolicy.pinned(2), backend=backend)
+    strides = {"tokens": (0, 2**29 + 64, 16, 1), "heads": (0, 16, 2**30 + 64, 1), "pages": (2**29 + 64, 48, 16, 1)}
+    options = dict(block_table=int32([[2, 4, 0, 1, 3]])) if layout == "pages" else {}
+    views = []
+    for cache in (k, v):
+        if layout == "pages":
+            cache = to_pages(cache, options["block_table"], 5, 1)
+        memory = torch.empty(2**31 + 2**20, dtype=F16)
+        views.append(memory.as_strided(cache.shape, strides[layout]).copy_(cache))
+    assert_same(attend(q, *views, int32([5]), policy=SplitPolicy.pinned(2), backend=backend, **options), want)
+
+
 # ---- poison and guard bands --------------------------------------------------------------------------------
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+import struct
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -31,39 +33,12 @@ _DTYPES = {  # numbered as in cpu_rows.h
     torch.int32: 6,
     torch.int64: 7,
 }
+_NUMBERS: dict[type, int] = {ctypes.c_float: _DTYPES[torch.float32], ctypes.c_int64: _DTYPES[torch.int64]}
+_NO_MEMORY, _PLAN_TOO_SMALL = 1, 2  # enum status of cpu_kernel.c
 
-
-class _View(ctypes.Structure):
-    """`struct view` of cpu_call.h; all zeros stand for an argument that is absent."""
-
-    _fields_ = [("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4), ("dtype", ctypes.c_int64)]
-
-    def show(self, tensor: Tensor) -> None:
-        size = tensor.element_size()
-        self.data = tensor.data_ptr()
-        self.stride[: tensor.ndim] = [stride * size for stride in tensor.stride()]
-        self.dtype = _DTYPES[tensor.dtype]
-
-
-_VIEWS = ("q", "k", "v", "seq_lens", "block_table", "starts", "mask", "sinks", "k_scale", "v_scale", "out", "lse")
-_INTEGERS = (
-    *("batch", "q_len", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"),
-    *("capacity", "page_size", "num_pages", "window"),
-    *("rule_target", "rule_min_len", "rule_quantum", "max_run", "target_units", "max_units"),
-    "num_threads",
-)
-
-
-class _Call(ctypes.Structure):
-    """`struct call` of cpu_call.h."""
-
-    _fields_ = [
-        *((name, _View) for name in _VIEWS),
-        ("workspace", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in _INTEGERS),
-        ("softmax_scale", ctypes.c_double),
-        ("softcap", ctypes.c_double),
-    ]
+_ABSENT = (0,) * 6
+_CALL = struct.Struct("@" + 12 * "6q" + "q" + "17q" + "2d")
+"""`struct call` of cpu_call.h: 12 views (address, 4 strides in bytes, dtype), the workspace, integers, floats."""
 
 
 def launch(
@@ -93,52 +68,59 @@ def launch(
     or f32 [num_kv_heads]. The workspace holds `plan.workspace_bytes`, or is None where the plan never splits.
     """
     library = _library()
-    batch, q_len, num_q_heads, head_dim = q.shape
-    num_pages, page_size, num_kv_heads, v_head_dim = v_cache.shape
-    heads = (num_kv_heads,)
-    tensors: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "q": q,
         "k": k_cache,
         "v": v_cache,
-        "seq_lens": _expanded(seq_lens, (batch,), torch.int64),
+        "seq_lens": seq_lens,
         "block_table": block_table,
         "starts": starts,
         "mask": mask,
         "sinks": sinks,
-        "k_scale": _expanded(k_scale, heads, torch.float32),
-        "v_scale": _expanded(v_scale, heads, torch.float32),
+        "k_scale": k_scale,
+        "v_scale": v_scale,
         "out": out,
         "lse": lse,
     }
     if isinstance(library, str):
-        cpu_fallback.attend(**tensors, softmax_scale=softmax_scale, window=window, softcap=softcap, rule=plan.rule)
+        cpu_fallback.attend(**arguments, softmax_scale=softmax_scale, window=window, softcap=softcap, rule=plan.rule)
         return
-    call = _Call(
-        workspace=None if workspace is None else workspace.data_ptr(),
-        batch=batch,
-        q_len=q_len,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        capacity=page_size * (1 if block_table is None else block_table.shape[1]),
-        page_size=max(page_size, 1),
-        num_pages=num_pages,
-        window=window,
-        rule_target=plan.rule.target,
-        rule_min_len=plan.rule.min_len,
-        rule_quantum=plan.rule.quantum,
-        max_run=plan.max_run,
-        target_units=plan.target_units,
-        max_units=plan.max_units,
-        num_threads=torch.get_num_threads() if library.functions.splitkv_cpu_has_threads() else 1,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
+    if not isinstance(seq_lens, Tensor):
+        arguments["seq_lens"] = ctypes.c_int64(seq_lens)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not isinstance(scale, Tensor):
+            arguments[name] = ctypes.c_float(scale)
+    batch, q_len, num_q_heads, head_dim = q.shape
+    num_pages, page_size, num_kv_heads, v_head_dim = v_cache.shape
+    functions = library.functions
+    capacity = page_size * (1 if block_table is None else block_table.shape[1])
+    rule, max_run, target_units, max_units = plan.rule, plan.max_run, plan.target_units, plan.max_units
+    call = _CALL.pack(
+        *itertools.chain.from_iterable(map(_view, arguments.values())),
+        0 if workspace is None else workspace.data_ptr(),
+        *(batch, q_len, num_q_heads, num_kv_heads, head_dim, v_head_dim),
+        *(capacity, max(page_size, 1), num_pages, window),
+        *(rule.target, rule.min_len, rule.quantum, max_run, target_units, max_units),
+        torch.get_num_threads() if functions.splitkv_cpu_has_threads() else 1,
+        softmax_scale,
+        softcap,
     )
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            getattr(call, name).show(tensor)
-    _raise_for(library.functions.splitkv_cpu_decode(ctypes.byref(call)), plan)
+    status = functions.splitkv_cpu_decode(call)
+    if status == _NO_MEMORY:
+        raise MemoryError("cpu backend: no memory for the threads' scratch")
+    if status == _PLAN_TOO_SMALL:
+        raise ValueError(f"workspace: this call needs more than the plan's {max_units} partial results")
+
+
+def _view(argument: Any) -> tuple[int, ...]:
+    """A tensor, or one number for all rows or heads (strides 0), or nothing, as `struct view`."""
+    if argument is None:
+        return _ABSENT
+    if not isinstance(argument, Tensor):
+        return (ctypes.addressof(argument), 0, 0, 0, 0, _NUMBERS[type(argument)])
+    size, strides = argument.element_size(), argument.stride()
+    padding = _ABSENT[: 4 - len(strides)]
+    return (argument.data_ptr(), *(stride * size for stride in strides), *padding, _DTYPES[argument.dtype])
 
 
 def cpu_status() -> tuple[str, str]:
@@ -159,7 +141,7 @@ def _library() -> Library | str:
         functions = library.functions
         functions.splitkv_cpu_isa.restype = ctypes.c_char_p
         functions.splitkv_cpu_call_bytes.restype = ctypes.c_int64
-        if functions.splitkv_cpu_call_bytes() != ctypes.sizeof(_Call):
+        if functions.splitkv_cpu_call_bytes() != _CALL.size:
             raise BuildError("cpu.py and cpu_call.h disagree about the layout of a call")
     except BuildError as error:
         warnings.warn(
@@ -167,14 +149,3 @@ def _library() -> Library | str:
         )
         return str(error)
     return library
-
-
-def _expanded(value: Tensor | float, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype).expand(shape)
-
-
-def _raise_for(status: int, plan: DecodePlan) -> None:
-    if status == 1:
-        raise MemoryError("cpu backend: no memory for the threads' scratch")
-    if status == 2:
-        raise ValueError(f"workspace: this call needs more than the plan's {plan.max_units} partial results")

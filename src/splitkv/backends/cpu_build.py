@@ -63,7 +63,6 @@ def _load(command: list[str], flags: tuple[str, ...], path: Path) -> ctypes.CDLL
     try:
         return ctypes.CDLL(str(path))
     except OSError:  # a file that a crash or a full disk has spoilt is made again
-        path.unlink(missing_ok=True)
         failure = _compile(command, flags, path)
     if failure:
         raise BuildError(failure)

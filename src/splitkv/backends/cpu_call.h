@@ -16,7 +16,7 @@ struct view {
     int64_t dtype;
 };
 
-/* The same fields in the same order as cpu.py's _Call. */
+/* The same fields in the same order as cpu.py packs them. */
 struct call {
     struct view q;                /* [batch, q_len, num_q_heads, head_dim] */
     struct view k, v;             /* [pages, keys of a page, num_kv_heads, dim]; contiguous: one page per row */

@@ -32,13 +32,13 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seq_lens: Tensor,
+    seq_lens: Tensor | int,
     block_table: Tensor | None,
     starts: Tensor | None,
     mask: Tensor | None,
     sinks: Tensor | None,
-    k_scale: Tensor,
-    v_scale: Tensor,
+    k_scale: Tensor | float,
+    v_scale: Tensor | float,
     out: Tensor,
     lse: Tensor | None,
     softmax_scale: float,
@@ -51,10 +51,12 @@ def attend(
     num_kv_heads, page_size = k.shape[2], max(k.shape[1], 1)
     table = torch.arange(batch)[:, None] if block_table is None else block_table
     capacity = table.shape[1] * k.shape[1]
+    lengths = torch.as_tensor(seq_lens).expand(batch).clamp(0, capacity).tolist()
+    k_scale, v_scale = (torch.as_tensor(x, dtype=torch.float32).expand(num_kv_heads) for x in (k_scale, v_scale))
     scale = softmax_scale * k_scale[:, None, None]
 
     for b in range(batch):
-        length = min(max(int(seq_lens[b]), 0), capacity)
+        length = lengths[b]
         start = 0 if starts is None else max(int(starts[b]), 0)
         ends = length - q_len + 1 + torch.arange(q_len)
         begins = (ends - window).clamp(min=start) if window else torch.full_like(ends, start)

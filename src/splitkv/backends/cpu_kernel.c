@@ -189,7 +189,7 @@ static void attend_unit(const struct job *job, const struct row *row, int64_t un
             at += tile->count;
             const int64_t next_end = at < split_end ? split_end : min64(split_end + row->split_len, end);
             locate_tile(call, row->index, at, min64(TILE_KEYS, next_end - at), next);
-            if (job->touches) {
+            if (job->touches || tile->begin == begin) { /* nobody has asked for the first tile */
                 touch_rows(tile->k, tile->count, first_head, heads, call->k.stride[2], job->k_bytes);
                 touch_rows(tile->v, tile->count, first_head, heads, call->v.stride[2], job->v_bytes);
             }

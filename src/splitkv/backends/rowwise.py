@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..plan import DecodePlan
 from .triton_launch import compile_options, on_device, row_arguments, tile_arguments
-from .triton_tile import attend_tile, finish, load_bounds
+from .triton_tile import attend_tile, close_split, finish, load_bounds
 
 
 @triton.jit(do_not_specialize=["uniform_len", "capacity", "num_pages", "window"])
@@ -25,18 +25,19 @@ def rowwise_kernel(
     out_stride_b, out_stride_i, out_stride_h, lse_stride_b, lse_stride_i, lse_stride_h,
     k_scale_stride, v_scale_stride, uniform_len, capacity, num_pages, window, scale, v_scale, softcap,
     GROUP: tl.constexpr, Q_LEN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, TILE_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_LENS: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_K_SCALES: tl.constexpr,
     HAS_V_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_LSE: tl.constexpr, MASK: tl.constexpr,
     COMPUTE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, query heads)."""
+    """Grid: (rows, query heads, blocks of queries)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     kv_head = head // GROUP
     lo, hi, _ = load_bounds(seq_lens, uniform_len, starts, row, True, capacity, window, HAS_LENS, HAS_STARTS,
                             Q_LEN)  # fmt: skip
-    query = tl.arange(0, BLOCK_M)
+    first_query = tl.program_id(2) * BLOCK_M
+    query = first_query + tl.arange(0, TILE_M) % BLOCK_M
     valid = query < Q_LEN
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
@@ -49,18 +50,20 @@ def rowwise_kernel(
         scale *= tl.load(k_scales + kv_head * k_scale_stride)
     if HAS_V_SCALES:
         v_scale = tl.load(v_scales + kv_head * v_scale_stride)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([TILE_M, BLOCK_DV], tl.float32)
+    m = tl.full([TILE_M], float("-inf"), tl.float32)
+    sums = tl.zeros([TILE_M, BLOCK_N], tl.float32)
     for n0 in tl.range(lo, hi, BLOCK_N, num_stages=NUM_STAGES):
         acc, m, sums = attend_tile(
             acc, m, sums, q_tile, n0, hi, causal_end, row, kv_head,
             k_cache, v_cache, block_table, mask, mask_row,
             k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, table_stride, mask_stride_n,
             num_pages, scale, softcap, window,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, Q_LEN, PAGE_SIZE, HAS_SOFTCAP, MASK, COMPUTE,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, TILE_M, BLOCK_N, Q_LEN, PAGE_SIZE, HAS_SOFTCAP, MASK, COMPUTE,
         )  # fmt: skip
-    l = tl.sum(sums, 1)
+    acc, m, l = close_split(acc, m, sums, BLOCK_M, TILE_M, BLOCK_DV)
+    query = first_query + tl.arange(0, BLOCK_M)
+    valid = query < Q_LEN
     sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if HAS_SINKS:
         sink = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head)
@@ -75,8 +78,10 @@ def rowwise_kernel(
 def launch(*, q: Tensor, workspace: Tensor | None, plan: DecodePlan, **arguments: Any) -> None:
     """As triton_launch.launch; the plan's tile and geometry are used, its splits and the workspace are not."""
     del workspace
+    problem = plan.problem
+    query_blocks = triton.cdiv(problem.q_len, plan.tile.block_m)
     with on_device(q):
-        rowwise_kernel[(plan.problem.batch, plan.problem.num_q_heads)](
+        rowwise_kernel[(problem.batch, problem.num_q_heads, query_blocks)](
             **row_arguments(q=q, plan=plan, **arguments),
             **tile_arguments(q=q, plan=plan, **arguments),
             **compile_options(plan.tile),

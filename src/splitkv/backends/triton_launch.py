@@ -168,6 +168,7 @@ def tile_arguments(
         BLOCK_D=triton.next_power_of_2(problem.head_dim),
         BLOCK_DV=triton.next_power_of_2(problem.v_head_dim),
         BLOCK_M=tile.block_m,
+        TILE_M=tile.tile_m,
         BLOCK_N=tile.block_n,
         PAGE_SIZE=problem.page_size or 0,
         HAS_K_SCALES=isinstance(k_scale, Tensor),

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .triton_tile import attend_tile, finish, join, keys_per_run, load_bounds, units_of
+from .triton_tile import attend_tile, close_split, finish, join, keys_per_run, load_bounds, units_of
 
 
 @triton.jit(do_not_specialize=["uniform_len", "batch", "capacity", "num_pages", "window", "target", "target_units"])
@@ -24,7 +24,7 @@ def split_kernel(
     uniform_len, batch, capacity, num_pages, window, scale, v_scale, softcap,
     target, min_len, quantum, target_units, max_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, Q_LEN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, TILE_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ROWS_PER_BLOCK: tl.constexpr, ROW_BLOCKS: tl.constexpr, PAGE_SIZE: tl.constexpr, MAX_RUN: tl.constexpr,
     BATCH_BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_STARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_K_SCALES: tl.constexpr, HAS_V_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -73,13 +73,13 @@ def split_kernel(
     n_end = tl.minimum(n_begin + run * split_len, hi)
 
     # Query vectors of this block, head by head: vector r is query r % Q_LEN of head r // Q_LEN of the group.
-    r = row_block * ROWS_PER_BLOCK + tl.arange(0, BLOCK_M)
-    r_valid = (tl.arange(0, BLOCK_M) < ROWS_PER_BLOCK) & (r < GROUP * Q_LEN)
+    row64 = tl.cast(row, tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    vector = tl.arange(0, TILE_M) % BLOCK_M
+    r = row_block * ROWS_PER_BLOCK + vector
+    r_valid = (vector < ROWS_PER_BLOCK) & (r < GROUP * Q_LEN)
     query = r % Q_LEN
     head = kv_head * GROUP + r // Q_LEN
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
-    row64 = tl.cast(row, tl.int64)
     q_rows = q + row64 * q_stride_b + query * q_stride_i + head * q_stride_h
     q_tile = tl.load(q_rows[:, None] + d[None, :], mask=r_valid[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
     causal_end = hi - (Q_LEN - 1) + query
@@ -92,11 +92,13 @@ def split_kernel(
     if HAS_V_SCALES:
         v_scale = tl.load(v_scales + kv_head * v_scale_stride)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([TILE_M, BLOCK_DV], tl.float32)
+    m = tl.full([TILE_M], float("-inf"), tl.float32)
+    sums = tl.zeros([TILE_M, BLOCK_N], tl.float32)
     if MAX_RUN > 1:
-        acc4, m4, l4 = acc, m, tl.zeros([BLOCK_M], tl.float32)
+        acc4 = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        m4 = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l4 = tl.zeros([BLOCK_M], tl.float32)
         acc16, m16, l16 = acc4, m4, l4
         splits_done = 0
     for n0 in tl.range(n_begin, n_end, BLOCK_N, num_stages=NUM_STAGES):
@@ -105,27 +107,36 @@ def split_kernel(
             k_cache, v_cache, block_table, mask, mask_row,
             k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, table_stride, mask_stride_n,
             num_pages, scale, softcap, window,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, Q_LEN, PAGE_SIZE, HAS_SOFTCAP, MASK, COMPUTE,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, TILE_M, BLOCK_N, Q_LEN, PAGE_SIZE, HAS_SOFTCAP, MASK, COMPUTE,
         )  # fmt: skip
         # At the end of a split: join it to its three neighbours' part, and every fourth time those upwards.
         if MAX_RUN > 1 and (n0 + BLOCK_N - n_begin) % split_len == 0:
-            acc4, m4, l4 = join(acc4, m4, l4, acc, m, tl.sum(sums, 1))
-            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            part_acc, part_m, part_l = close_split(acc, m, sums, BLOCK_M, TILE_M, BLOCK_DV)
+            acc4, m4, l4 = join(acc4, m4, l4, part_acc, part_m, part_l)
+            acc = tl.zeros([TILE_M, BLOCK_DV], tl.float32)
+            m = tl.full([TILE_M], float("-inf"), tl.float32)
+            sums = tl.zeros([TILE_M, BLOCK_N], tl.float32)
             if MAX_RUN > 4:
                 splits_done += 1
                 if splits_done % 4 == 0:
                     acc16, m16, l16 = join(acc16, m16, l16, acc4, m4, l4)
-                    acc4, m4, l4 = acc, m, tl.zeros([BLOCK_M], tl.float32)
+                    acc4 = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+                    m4 = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                    l4 = tl.zeros([BLOCK_M], tl.float32)
     if PDL:  # not sooner: blocks of the merge that wait would take the place of blocks that read
         gdc_launch_dependents()
-    l = tl.sum(sums, 1)
+    acc, m, l = close_split(acc, m, sums, BLOCK_M, TILE_M, BLOCK_DV)
     if MAX_RUN > 1:
         acc, m, l = join(acc4, m4, l4, acc, m, l)
         if MAX_RUN > 4:
             acc, m, l = join(acc16, m16, l16, acc, m, l)
 
+    dv = tl.arange(0, BLOCK_DV)
+    vector = tl.arange(0, BLOCK_M)
+    r = row_block * ROWS_PER_BLOCK + vector
+    r_valid = (vector < ROWS_PER_BLOCK) & (r < GROUP * Q_LEN)
+    query = r % Q_LEN
+    head = kv_head * GROUP + r // Q_LEN
     if num_units == 1:
         sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
         if HAS_SINKS:
@@ -137,7 +148,7 @@ def split_kernel(
         if HAS_LSE:
             tl.store(lse + row64 * lse_stride_b + query * lse_stride_i + head * lse_stride_h, result_lse, mask=r_valid)
     elif SPLITS:
-        vector = tl.cast(slot, tl.int64) * (NUM_KV_HEADS * GROUP * Q_LEN) + kv_head * GROUP * Q_LEN + r
-        tl.store(partial_out + vector[:, None] * DV + dv[None, :], acc, mask=r_valid[:, None] & (dv < DV)[None, :])
-        tl.store(partial_ml + vector * 2, m, mask=r_valid)
-        tl.store(partial_ml + vector * 2 + 1, l, mask=r_valid)
+        at = tl.cast(slot, tl.int64) * (NUM_KV_HEADS * GROUP * Q_LEN) + kv_head * GROUP * Q_LEN + r
+        tl.store(partial_out + at[:, None] * DV + dv[None, :], acc, mask=r_valid[:, None] & (dv < DV)[None, :])
+        tl.store(partial_ml + at * 2, m, mask=r_valid)
+        tl.store(partial_ml + at * 2 + 1, l, mask=r_valid)

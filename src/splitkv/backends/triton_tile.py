@@ -95,6 +95,17 @@ def join(acc_a, m_a, l_a, acc_b, m_b, l_b):
 
 
 @triton.jit
+def close_split(acc, m, sums, BLOCK_M: tl.constexpr, TILE_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """The part (acc, m, l) of BLOCK_M query vectors from what attend_tile kept; see there for the second half."""
+    l = tl.sum(sums, 1)
+    if TILE_M > BLOCK_M:
+        acc = tl.sum(tl.reshape(acc, (2, BLOCK_M, BLOCK_DV)), 0)
+        m = tl.max(tl.reshape(m, (2, BLOCK_M)), 0)
+        l = tl.max(tl.reshape(l, (2, BLOCK_M)), 0)
+    return acc, m, l
+
+
+@triton.jit
 def finish(acc, m, l, sink, v_scale, HAS_SINKS: tl.constexpr):
     """(out, lse) of a whole row: the sink enters the denominator here, once. Nothing visible: 0 and -inf."""
     empty = l == 0.0
@@ -139,15 +150,17 @@ def attend_tile(
     k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, table_stride, mask_stride_n,
     num_pages, scale, softcap, window,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, Q_LEN: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr, COMPUTE: tl.constexpr,
+    TILE_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_LEN: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Keys [n0, min(n0 + BLOCK_N, n_end)) of a row, added to (acc, m, sums) by online softmax.
 
-    sums [BLOCK_M, BLOCK_N] keeps each column's own sum, so that no tile waits for one across warps: the part's l
-    is their total, taken once per split. q [BLOCK_M, BLOCK_D]. causal_end [BLOCK_M]: first key that each query may
-    not see. Keys that do not exist (past n_end, or on a page outside the pool) are never loaded, so their bytes
-    may be anything.
+    q [TILE_M, BLOCK_D]. Tensor cores take 16 rows: where a block has at most 8 query vectors, each stands in q twice
+    (TILE_M is 2 x BLOCK_M), the first copy's row of p . v takes p rounded to 16 bits and the second's what the rounding
+    lost. Their sum has p nearly exact, at no cost. sums [TILE_M, BLOCK_N] keeps each column's own sum of p, so that no
+    tile waits for one across warps. close_split makes a part of it all, once per split.
+    causal_end [TILE_M]: first key that each query may not see. Keys that do not exist (past n_end, or on a page
+    outside the pool) are never loaded, so their bytes may be anything.
     """
     n = n0 + tl.arange(0, BLOCK_N)
     exists = n < n_end
@@ -200,5 +213,9 @@ def attend_tile(
     if tl.float32 == COMPUTE:
         acc = accumulate_f32(acc, p, v, BLOCK_M)
     else:
-        acc = tl.dot(p.to(COMPUTE), v, acc)
+        rounded = p.to(COMPUTE)
+        if TILE_M > BLOCK_M:
+            lost = (p - rounded.to(tl.float32)).to(COMPUTE)
+            rounded = tl.where((tl.arange(0, TILE_M) < BLOCK_M)[:, None], rounded, lost)
+        acc = tl.dot(rounded, v, acc)
     return acc, m_new, sums

@@ -256,9 +256,10 @@ static void run_tasks(const struct job *job, int64_t units, float *memory, int64
     const int64_t tasks_per_unit = ceil_div(call->num_kv_heads, job->heads);
 #pragma omp parallel num_threads((int)threads)
     {
-        int thread = 0;
 #ifdef _OPENMP
-        thread = omp_get_thread_num();
+        const int thread = omp_get_thread_num();
+#else
+        const int thread = (int)threads - 1; /* the only one */
 #endif
         int64_t floats;
         struct scratch scratch = lay_out(job, memory + thread * scratch_floats, &floats);

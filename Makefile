@@ -16,7 +16,9 @@ rungs: $(ENV)  ## run the main job: parity, then time and bandwidth at every len
 
 test: check  ## what CI runs: the same as check
 
-check: lint  ## ruff, mypy, the tests and the README's commands
+check: lint  ## ruff, mypy, the GPU kernels in Triton's interpreter, the tests and the README's commands
+	$(BIN)/python tools/results_tables.py --check
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter
 	$(BIN)/python -m pytest
 
 lint: $(ENV)  ## ruff and mypy alone

@@ -63,7 +63,8 @@ def test_rungs_prints_a_table_and_writes_the_record(small: None, tmp_path: Path)
     record = json.loads(path.read_text())
     assert record["schema"] == "splitkv.rungs.v1" and record["selection"] == "custom"
     assert record["command"] == (
-        f"splitkv rungs --device cpu --lengths 37,300 --heads 4/2 --dtypes f32,bf16 --head-dim 256 --seed 0 --out {path}"
+        "splitkv rungs --device cpu --lengths 37,300 --heads 4/2 --dtypes f32,bf16 --head-dim 256 --seed 0 "
+        f"--out {path}"
     )
     for field in (
         "commit",

@@ -41,7 +41,7 @@ def rowwise_kernel(
     valid = query < Q_LEN
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    q_rows = q + row * q_stride_b + query * q_stride_i + head * q_stride_h
+    q_rows = q + row * q_stride_b + query.to(tl.int64) * q_stride_i + head.to(tl.int64) * q_stride_h
     q_tile = tl.load(q_rows[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
     causal_end = hi - (Q_LEN - 1) + query
     mask_row = row * mask_stride_b + head.to(tl.int64) * mask_stride_h + query.to(tl.int64) * mask_stride_i
@@ -68,11 +68,15 @@ def rowwise_kernel(
     if HAS_SINKS:
         sink = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head)
     result, result_lse = finish(acc, m, l, sink, v_scale, HAS_SINKS)
-    out_rows = out + row * out_stride_b + query * out_stride_i + head * out_stride_h
+    out_rows = out + row * out_stride_b + query.to(tl.int64) * out_stride_i + head.to(tl.int64) * out_stride_h
     tl.store(out_rows[:, None] + dv[None, :], result.to(out.dtype.element_ty),
              mask=valid[:, None] & (dv < DV)[None, :])  # fmt: skip
     if HAS_LSE:
-        tl.store(lse + row * lse_stride_b + query * lse_stride_i + head * lse_stride_h, result_lse, mask=valid)
+        tl.store(
+            lse + row * lse_stride_b + query.to(tl.int64) * lse_stride_i + head.to(tl.int64) * lse_stride_h,
+            result_lse,
+            mask=valid,
+        )
 
 
 def launch(*, q: Tensor, workspace: Tensor | None, plan: DecodePlan, **arguments: Any) -> None:

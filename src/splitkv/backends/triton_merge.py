@@ -91,8 +91,14 @@ def merge_kernel(
         v_scale = tl.load(v_scales + head // GROUP * v_scale_stride)
     result, result_lse = finish(root, root_m, root_l, sink, v_scale, HAS_SINKS)
     row64 = tl.cast(row, tl.int64)
-    out_row = out + row64 * out_stride_b + query * out_stride_i + head * out_stride_h
+    out_row = out + row64 * out_stride_b + query.to(tl.int64) * out_stride_i + head.to(tl.int64) * out_stride_h
     tl.store(out_row + dv[None, :], result.to(out.dtype.element_ty), mask=(dv < DV)[None, :])
     if HAS_LSE:
-        lse_at = lse + row64 * lse_stride_b + query * lse_stride_i + head * lse_stride_h + tl.arange(0, 1)
+        lse_at = (
+            lse
+            + row64 * lse_stride_b
+            + query.to(tl.int64) * lse_stride_i
+            + head.to(tl.int64) * lse_stride_h
+            + tl.arange(0, 1)
+        )
         tl.store(lse_at, result_lse, mask=tl.program_id(1) + tl.arange(0, 1) == 0)

@@ -80,7 +80,7 @@ def split_kernel(
     r_valid = (vector < ROWS_PER_BLOCK) & (r < GROUP * Q_LEN)
     query = r % Q_LEN
     head = kv_head * GROUP + r // Q_LEN
-    q_rows = q + row64 * q_stride_b + query * q_stride_i + head * q_stride_h
+    q_rows = q + row64 * q_stride_b + query.to(tl.int64) * q_stride_i + head.to(tl.int64) * q_stride_h
     q_tile = tl.load(q_rows[:, None] + d[None, :], mask=r_valid[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
     causal_end = hi - (Q_LEN - 1) + query
     mask_row = tl.zeros_like(r).to(tl.int64)
@@ -142,11 +142,15 @@ def split_kernel(
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=r_valid, other=float("-inf"))
         result, result_lse = finish(acc, m, l, sink, v_scale, HAS_SINKS)
-        out_rows = out + row64 * out_stride_b + query * out_stride_i + head * out_stride_h
+        out_rows = out + row64 * out_stride_b + query.to(tl.int64) * out_stride_i + head.to(tl.int64) * out_stride_h
         tl.store(out_rows[:, None] + dv[None, :], result.to(out.dtype.element_ty),
                  mask=r_valid[:, None] & (dv < DV)[None, :])  # fmt: skip
         if HAS_LSE:
-            tl.store(lse + row64 * lse_stride_b + query * lse_stride_i + head * lse_stride_h, result_lse, mask=r_valid)
+            tl.store(
+                lse + row64 * lse_stride_b + query.to(tl.int64) * lse_stride_i + head.to(tl.int64) * lse_stride_h,
+                result_lse,
+                mask=r_valid,
+            )
     elif SPLITS:
         at = tl.cast(slot, tl.int64) * (NUM_KV_HEADS * GROUP * Q_LEN) + kv_head * GROUP * Q_LEN + r
         tl.store(partial_out + at[:, None] * DV + dv[None, :], acc, mask=r_valid[:, None] & (dv < DV)[None, :])

@@ -172,8 +172,9 @@ def attend_tile(
         block, slot = tl.zeros_like(n).to(tl.int64) + row, n
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    k_rows = k_cache + (block * k_stride_b + slot.to(tl.int64) * k_stride_t + kv_head * k_stride_h)
-    v_rows = v_cache + (block * v_stride_b + slot.to(tl.int64) * v_stride_t + kv_head * v_stride_h)
+    head = tl.cast(kv_head, tl.int64)  # 64 heads of 262,144 keys x 256, stored head by head, pass 2**31
+    k_rows = k_cache + (block * k_stride_b + slot.to(tl.int64) * k_stride_t + head * k_stride_h)
+    v_rows = v_cache + (block * v_stride_b + slot.to(tl.int64) * v_stride_t + head * v_stride_h)
     k_mask = exists[:, None]
     if D < BLOCK_D:
         k_mask = k_mask & (d < D)[None, :]

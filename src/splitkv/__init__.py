@@ -2,6 +2,7 @@
 
 from . import ops as _ops  # registers torch.ops.splitkv
 from .attention import DecodeAttention, decode_attention, merge_states
+from .cache.memory import MemoryPlan, plan_memory
 from .checks import UnsupportedError
 from .plan import DecodePlan, plan_decode, workspace_bytes
 from .policy import SplitPolicy
@@ -14,11 +15,13 @@ __all__ = [
     "DecodePlan",
     "DecodeProblem",
     "DeviceSpec",
+    "MemoryPlan",
     "SplitPolicy",
     "UnsupportedError",
     "decode_attention",
     "merge_states",
     "plan_decode",
+    "plan_memory",
     "reference_attention",
     "workspace_bytes",
 ]

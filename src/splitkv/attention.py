@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from .backends import LAUNCHERS, launcher
-from .checks import DecodeInputs, UnsupportedError, check_inputs, check_out, check_workspace
+from .checks import DecodeInputs, UnsupportedError, check_inputs, check_out, check_vector_layout, check_workspace
 from .device_checks import check_values, checks_wanted
 from .plan import DecodePlan, plan_decode
 from .policy import SplitPolicy
 from .problem import DecodeProblem, DeviceSpec
+from .tiles import compute_dtype
 
 BACKEND_VARIABLE = "SPLITKV_BACKEND"
 TRITON_MAX_HEAD_DIM = 256
 FP8_CAPABILITY = (8, 9)
+MAX_GRID_ROWS = 65_535  # CUDA's limit on a grid's third dimension
 
 
 def decode_attention(
@@ -47,7 +49,8 @@ def decode_attention(
     q: [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim]; f32, f16 or bf16.
     k_cache, v_cache: [batch, capacity, num_kv_heads, head_dim], or with block_table [num_pages, page_size,
         num_kv_heads, head_dim]; f32, f16, bf16, float8_e4m3fn or float8_e5m2; any strides with the last
-        dimension contiguous. K and V may differ in strides and head size.
+        dimension contiguous. K and V may differ in strides and head size. On a GPU with f32 in q or the cache, strides
+        must be multiples of 16 elements and addresses of 16 bytes (docs/one-answer.md).
     seq_lens: [batch] int32 or int64, or one int: valid keys per row, the queries' own included. Query i of
         q_len sees keys below seq_len - q_len + 1 + i. Lengths above the capacity count as the capacity.
     block_table: [batch, max_pages] int32, the page of each logical page. Keys on pages outside the pool are
@@ -191,6 +194,11 @@ def choose_backend(backend: str, inputs: DecodeInputs) -> str:
             f"k_cache: backend {backend} supports head_dim up to {TRITON_MAX_HEAD_DIM}, got {problem.head_dim}; "
             "supported at this size: CPU tensors on backend cpu"
         )
+    if compute_dtype(problem.q_dtype, problem.kv_dtype) == "f32":
+        for name in ("k_cache", "v_cache") + (("q",) if problem.head_dim != problem.v_head_dim else ()):
+            check_vector_layout(name, getattr(inputs, name))
+    if problem.batch > MAX_GRID_ROWS:
+        raise UnsupportedError(f"q: backend {backend} supports up to {MAX_GRID_ROWS} rows, got {problem.batch}")
     e4m3 = problem.kv_dtype == "fp8_e4m3"
     if e4m3 and on_cuda and torch.cuda.get_device_capability(inputs.q.device) < FP8_CAPABILITY:
         raise UnsupportedError(

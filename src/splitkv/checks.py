@@ -17,6 +17,7 @@ from .problem import DecodeProblem
 
 MAX_Q_LEN = 16
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 16
+VECTOR_BYTES, VECTOR_STRIDE = 16, 16
 LATENT_HEAD_DIMS = (576, 512)
 """K and V head sizes of absorbed multi-head latent attention."""
 
@@ -155,6 +156,17 @@ def check_workspace(workspace: Tensor | None, needed: int, q: Tensor) -> None:
         raise ValueError(f"workspace: expected at least {needed} bytes, got {size}")
     if needed and workspace.data_ptr() % 16:
         raise ValueError(f"workspace: expected a 16-byte aligned address, got {workspace.data_ptr():#x}")
+
+
+def check_vector_layout(name: str, tensor: Tensor) -> None:
+    """For kernels that sum float32 products in the layout of their loads: one answer needs one layout, that of whole
+    16-byte vectors. Raises UnsupportedError for a tensor that cannot be read in them."""
+    strides = [step for size, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
+    if tensor.data_ptr() % VECTOR_BYTES or any(step % VECTOR_STRIDE for step in strides):
+        raise UnsupportedError(
+            f"{name}: supported where products are in float32 are addresses in multiples of {VECTOR_BYTES} bytes and "
+            f"strides of {VECTOR_STRIDE} elements, got address {tensor.data_ptr():#x}, strides {tensor.stride()}"
+        )
 
 
 def _check_devices(tensors: dict[str, Tensor]) -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault(
+    "PYTORCH_NO_CUDA_MEMORY_CACHING", "1"
+)  # each tensor its own allocation, so that memcheck sees its end
+
 import torch
 
 import splitkv
@@ -33,4 +39,6 @@ check("f16 paged", 3, (14, 2), 64, torch.float16, page_size=16)
 check("bf16 loaded", 96, (8, 8), 128, torch.bfloat16)
 check("f32 loaded, paged", 80, (4, 4), 32, torch.float32, page_size=64)
 check("bf16 window, softcap", 2, (8, 2), 128, torch.bfloat16, window=300, softcap=20.0)
+check("f32 six heads a group", 2, (12, 2), 48, torch.float32, starts=torch.tensor([3, 700], dtype=torch.int32))
+check("f16 sinks, mask", 2, (8, 2), 64, torch.float16, sinks=torch.zeros(8), mask=torch.arange(1200) % 3 > 0)
 print("ok")

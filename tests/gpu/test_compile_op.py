@@ -15,6 +15,17 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.splitkv.decode_attention.default, arguments)
 
 
+def test_opcheck_with_every_option() -> None:
+    q, pages, _ = make_inputs(2, 8, 2, 64, 512, q_len=3, dtype=torch.bfloat16, device="cuda")
+    k, v = pages.view(64, 16, 2, 64), pages.flip(1).view(64, 16, 2, 64)
+    table = torch.randperm(64, device="cuda").view(2, 32).to(torch.int32)
+    sinks, starts = torch.ones(8, device="cuda"), int32([3, 0], "cuda")
+    mask = torch.rand(512, device="cuda") > 0.5
+    scales = torch.ones(2, device="cuda"), None, None, 0.5
+    arguments = (q, k, v, None, 500, table, 0.1, 100, 20.0, sinks, starts, mask, *scales, "pinned(5)", "triton")
+    torch.library.opcheck(torch.ops.splitkv.decode_attention.default, arguments)
+
+
 def test_compiled_whole_equals_eager() -> None:
     q, k, v = make_inputs(2, 8, 2, 64, 512, dtype=torch.bfloat16, device="cuda")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same, int32, make_inputs
+from helpers import assert_same, int32, make_inputs, page_order, to_pages
 
-from splitkv import DecodeAttention, DecodeProblem, decode_attention
+from splitkv import DecodeAttention, DecodeProblem, SplitPolicy, decode_attention
 from splitkv.backends.triton_split import split_kernel
 
 
@@ -36,7 +36,9 @@ def test_captured_at_64_keys_replayed_at_any_length(batch: int) -> None:
     for length in (1, 64, 65, 4096, 262_144, 0, 20_000):
         lens.fill_(length)
         out.fill_(torch.nan)
+        allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
         graph.replay()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
         eager = decode_attention(q, k, v, lens)
         assert torch.equal(out, eager), length
     assert len(split_kernel.device_caches[0][0]) == variants, "a length compiled another kernel"
@@ -62,12 +64,18 @@ def test_graphs_of_many_batches_share_a_process() -> None:
     del filler
 
 
-def test_one_graph_serves_rows_that_come_and_go() -> None:
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+def test_one_graph_serves_rows_that_come_and_go(layout: str) -> None:
     """CASE-28: sixty replays of one graph over changing lengths, each equal to a fresh call."""
     q, k, v = make_inputs(16, 8, 2, 64, 16_384, dtype=torch.bfloat16, device="cuda")
+    table = None
+    if layout == "paged":
+        table, pages = page_order(16, 16_384, 256)
+        k, v = (to_pages(cache, table, pages, 256) for cache in (k, v))
+        table = table.cuda()
     lens = int32([0] * 16, "cuda")
     out = torch.empty_like(q)
-    graph = capture(lambda: decode_attention(q, k, v, lens, out=out))
+    graph = capture(lambda: decode_attention(q, k, v, lens, block_table=table, out=out))
     generator = torch.Generator().manual_seed(0)
     for step in range(60):
         active = int(torch.randint(1, 17, (), generator=generator))
@@ -75,7 +83,7 @@ def test_one_graph_serves_rows_that_come_and_go() -> None:
         new[active:] = 0
         lens.copy_(new)
         graph.replay()
-        assert torch.equal(out, decode_attention(q, k, v, lens)), step
+        assert torch.equal(out, decode_attention(q, k, v, lens, block_table=table)), step
 
 
 def test_a_run_allocates_nothing_and_waits_for_nothing() -> None:
@@ -92,6 +100,40 @@ def test_a_run_allocates_nothing_and_waits_for_nothing() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_a_call_returns_while_the_gpu_is_still_busy() -> None:
+    q, k, v = make_inputs(1, 16, 4, 256, 4096, dtype=torch.bfloat16, device="cuda")
+    lens = int32([4096], "cuda")
+    want = decode_attention(q, k, v, lens)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    got = decode_attention(q, k, v, lens)
+    assert not torch.cuda.current_stream().query(), "the call waited for the GPU"
+    assert torch.equal(got, want)
+
+
+def test_what_follows_a_long_row_of_one_split_waits_for_it() -> None:
+    """The merge then has nothing to do and could end first; whatever reads out must still see the split kernel's."""
+    q, k, v = make_inputs(1, 16, 4, 256, 65_536, dtype=torch.bfloat16, device="cuda")
+    problem = DecodeProblem(1, 16, 4, 256, capacity=65_536)
+    attention = DecodeAttention(problem, SplitPolicy.length(2, 32_768))
+    assert attention.plan.splits
+    lens, out, read = int32([32_768], "cuda"), torch.empty_like(q), torch.empty_like(q)
+    want = decode_attention(q, k, v, lens, policy="off").clone()
+
+    def steps() -> None:
+        out.fill_(torch.nan)
+        attention.run(q, k, v, lens, out=out)
+        read.copy_(out)
+
+    steps()
+    assert torch.equal(read, want)
+    graph = capture(steps)
+    for _ in range(5):
+        read.zero_()
+        graph.replay()
+        assert torch.equal(read, want)
 
 
 def test_kernels_follow_the_callers_stream_and_order() -> None:

@@ -69,3 +69,15 @@ def test_a_contiguous_cache_past_two_to_the_31_elements() -> None:
     q = torch.randn(rows, 16, 256, device="cuda").to(torch.bfloat16)
     got = decode_attention(q, k, k, int32([1] * 8 + [1000], "cuda"))
     assert torch.equal(got[-1:], decode_attention(q[-1:], last, last, 1000))
+
+
+def test_heads_stored_one_after_the_other_past_two_to_the_31() -> None:
+    """The third head lies 2**31 elements from the first, though no stride is that large."""
+    needs_memory(6)
+    q, k, v = (torch.randn(1, *shape, 64, device="cuda").to(torch.bfloat16) for shape in ((6,), (1000, 3), (1000, 3)))
+    want = decode_attention(q, k, v, 1000, return_lse=True)
+    memory = torch.zeros(2**31 + 2**20, dtype=torch.bfloat16, device="cuda")
+    views = [memory[first:].as_strided(k.shape, (0, 64, 2**30, 1)) for first in (0, 2**18)]
+    for view, cache in zip(views, (k, v), strict=True):
+        view.copy_(cache)
+    assert_same(decode_attention(q, *views, 1000, return_lse=True), want)  # type: ignore[arg-type]

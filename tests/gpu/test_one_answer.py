@@ -91,6 +91,22 @@ def test_pages_capacity_strides_and_scratch(name: str) -> None:
         assert_same(run(q, k, v, LENGTH), want, "again")
 
 
+@pytest.mark.parametrize("geometry", [((24, 4), 256), ((32, 8), 128), ((4, 4), 128)], ids=str)
+def test_alignment_and_odd_strides(geometry: tuple[tuple[int, int], int]) -> None:
+    """CASE-12: caches that start at an odd element, or whose heads are an odd number of elements apart."""
+    q, k, v = inputs("bf16", 1, *geometry)
+    want = run(q, k, v, LENGTH)
+    for first, gap in ((1, 0), (0, 5), (8, 8)):
+        views = []
+        for cache in (k, v):
+            *outer, dim = cache.shape
+            rows = torch.full((outer[1] * outer[2] * (dim + gap) + first,), torch.nan, dtype=k.dtype, device="cuda")
+            views.append(rows[first:].view(*outer, dim + gap)[..., :dim].copy_(cache))
+        assert_same(run(q, *views, LENGTH), want, f"{first} elements late, {gap} between heads")
+    late = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape).copy_(q)
+    assert_same(run(late, k, v, LENGTH), want, "q one element late")
+
+
 def test_a_long_row_beside_many_short_ones() -> None:
     q, k, v = make_inputs(1, 16, 4, 256, 262_144, dtype=torch.bfloat16, device="cuda")
     alone = run(q, k, v, 262_144)

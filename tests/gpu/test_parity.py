@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from exact import exact, relative
 from helpers import Guarded, assert_parity, assert_same, int32, make_inputs, page_order, poison_tails, to_pages
 
-from splitkv import DecodeAttention, DecodeProblem, SplitPolicy, decode_attention
+from splitkv import DecodeAttention, DecodeProblem, SplitPolicy, decode_attention, reference_attention
 from splitkv.checks import DTYPE_NAMES
 
 LENGTHS = [1, 5, 37, 64, 65, 520, 4096, 4097, 8192]
@@ -76,6 +78,13 @@ def test_fp8_keys_are_read_as_stored(heads: tuple[int, int]) -> None:
     assert_parity(got, want, tolerance=1e-2, lse_tolerance=1e-3)
 
 
+def test_e5m2_keys() -> None:
+    q, k, v = make_inputs(2, 8, 2, 128, 3000, dtype=torch.bfloat16, kv_dtype=torch.float8_e5m2, device="cuda")
+    got, want = run(q, k, v, int32([3000, 77], "cuda")), exact(q, k, v, [3000, 77])
+    assert_parity(got, want, lse_tolerance=1e-4)
+    assert relative(got[0], want[0]) < 3e-3
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_longest_context(dtype: torch.dtype) -> None:
     q, k, v = make_inputs(1, 16, 4, 256, 262_144, dtype=dtype, device="cuda")
@@ -88,6 +97,7 @@ def test_the_longest_context(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("ratio", [1, 2, 3, 5, 6, 7, 8, 12, 16, 32, 64])
 def test_ratios_pair_heads_rightly(ratio: int) -> None:
     q, k, v = make_inputs(1, 2 * ratio, 2, 128, 300, dtype=torch.bfloat16, device="cuda")
+    assert_parity(run(q, k, v, 300, policy="5"), exact(q, k, v, [300]))
     v[:] = torch.arange(1, 3, device="cuda", dtype=v.dtype)[None, None, :, None]
     for policy in ("auto", "5"):
         out, _ = run(q, k, v, 300, policy=policy)
@@ -107,6 +117,43 @@ def test_head_sizes(dims: tuple[int, int], dtype: torch.dtype) -> None:
 def test_tiny_splits(policy: SplitPolicy) -> None:
     q, k, v = make_inputs(1, 16, 4, 256, 203, device="cuda")
     assert_parity(run(q, k, v, 203, policy=policy), exact(q, k, v, [203]))
+
+
+@pytest.mark.parametrize("num_splits", [128, 129, 256])
+def test_the_widest_merges(num_splits: int) -> None:
+    """CASE-25: a reduction 128 wide of values 128 wide, which one Triton release compiled wrongly."""
+    q, k, v = make_inputs(1, 16, 2, 128, 20_548, dtype=torch.bfloat16, device="cuda")
+    assert_parity(run(q, k, v, 20_548, policy=SplitPolicy.pinned(num_splits)), exact(q, k, v, [20_548]))
+
+
+OPTIONS = ("none", "window, softcap, sinks", "starts, bool mask", "additive mask", "scales per head")
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """For 3 rows, 8 query heads, 2 KV heads, 4 queries and 700 keys; tensors on the CPU."""
+    generator = torch.Generator().manual_seed(1)
+    bias = torch.randn(8, 1, 700, generator=generator).to(torch.bfloat16)
+    bias[0, :, 5:600] = -torch.inf
+    sets: dict[str, dict[str, Any]] = {
+        "none": {},
+        "window, softcap, sinks": dict(window=100, softcap=20.0, sinks=torch.linspace(-2, 5, 8)),
+        "starts, bool mask": dict(starts=int32([3, 0, 200]), mask=torch.rand(3, 1, 4, 700, generator=generator) > 0.5),
+        "additive mask": dict(mask=bias),
+        "scales per head": dict(k_scale=torch.tensor([0.5, 2.0]), v_scale=torch.tensor([1.0, 0.25])),
+    }
+    return sets[name]
+
+
+@pytest.mark.parametrize("backend", ["triton", "rowwise"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, dtype: torch.dtype, backend: str) -> None:
+    """Four causal queries a row, one row too short for them; tests/interpreter has the options one by one."""
+    q, k, v = make_inputs(3, 8, 2, 64, 700, q_len=4, dtype=dtype, device="cuda")
+    lens, options = int32([700, 2, 333], "cuda"), options_of(name)
+    on_gpu = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+    want = reference_attention(q, k, v, lens, return_lse=True, **options)
+    assert_parity(run(q, k, v, lens, backend=backend, **on_gpu), want)  # type: ignore[arg-type]
 
 
 def test_policies_agree() -> None:

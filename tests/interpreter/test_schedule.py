@@ -30,6 +30,7 @@ from helpers import (
 from splitkv import DecodeProblem, DeviceSpec, SplitPolicy, decode_attention, plan_decode, reference_attention
 from splitkv.backends import triton_launch
 from splitkv.plan import DecodePlan
+from splitkv.policy import MAX_AUTO_SPLITS
 
 F32, F16 = torch.float32, torch.float16
 NAMES = {F32: "f32", F16: "f16"}
@@ -104,6 +105,17 @@ def test_a_row_alone_has_the_bytes_it_has_in_a_batch(dtype: torch.dtype) -> None
             assert_same(launch_plan(plan, *one), rows_of(want, [row]), (length, schedule))  # type: ignore[arg-type]
             widths.add((triton_launch.merge_parts(plan), schedule[0] > 1) if plan.splits else None)
     assert widths >= {None, (16, False), (16, True), (64, False), (64, True)}
+
+
+def test_the_most_splits_that_auto_makes() -> None:
+    """The merge joins its blocks of 64 in a row: up to four of them, that is the tree which runs of splits follow."""
+    capacity = 4 * MAX_AUTO_SPLITS
+    q, k, v = make_inputs(1, 1, 1, 16, capacity)
+    problem = DecodeProblem(1, 1, 1, 16, capacity=capacity, q_dtype="f32", kv_dtype="f32")
+    plan = with_small_splits(plan_decode(problem, DeviceSpec.named("h200")), MAX_AUTO_SPLITS, keys=4)
+    want = launch_plan(reschedule(plan, 1, 1), q, k, v, capacity)
+    for max_run in (4, 16):
+        assert_same(launch_plan(reschedule(plan, max_run, 1), q, k, v, capacity), want, max_run)
 
 
 def test_the_narrowest_merge() -> None:

@@ -34,7 +34,7 @@ SRC = Path(splitkv.__file__).resolve().parents[1]
 
 NAMES = {
     "decode_attention", "merge_states", "reference_attention", "SplitPolicy", "DecodeProblem", "DeviceSpec",
-    "plan_decode", "workspace_bytes", "DecodeAttention", "UnsupportedError",
+    "plan_decode", "workspace_bytes", "DecodeAttention", "UnsupportedError", "plan_memory", "MemoryPlan",
 }  # fmt: skip
 CALL = (
     "q, k_cache, v_cache, seq_lens, *, block_table=None, softmax_scale=None, window=None, softcap=None, sinks=None, "
@@ -47,6 +47,9 @@ SIGNATURES = {
     splitkv.merge_states: "(outs, lses)",
     plan_decode: "(problem, device, policy='auto')",
     workspace_bytes: "(problem, device, policy='auto')",
+    splitkv.plan_memory: "(model, context, *, generated=0, free_bytes, total_bytes=None, unified=False, "
+    "kv_dtypes=('f32', 'f16'), workspace_bytes=0, batch=1)",
+    splitkv.MemoryPlan.largest_context: "(self, kv_dtype)",
     DecodeAttention: "(problem, policy='auto', device=None)",
     DecodeAttention.run: "(self, q, k_cache, v_cache, seq_lens, *, backend='auto', out=None, return_lse=False, "
     "**options)",

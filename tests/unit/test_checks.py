@@ -289,6 +289,25 @@ def test_triton_refuses_latent_attention_and_says_what_takes_it(monkeypatch: pyt
     assert [name for name, _ in launches] == ["cpu"]
 
 
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_f32_kernels_refuse_what_they_would_sum_in_another_order(
+    name: str, monkeypatch: pytest.MonkeyPatch, launches: Any
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tensor = VALID[name].float()
+    late = torch.empty(tensor.numel() + 1)[1:].view(tensor.shape)
+    apart = torch.empty(*tensor.shape[:-1], tensor.shape[-1] + 5)[..., : tensor.shape[-1]]
+    call = {**VALID, **{key: VALID[key].float() for key in ("q", "k_cache", "v_cache")}}
+    for odd in (late, apart):
+        with pytest.raises(
+            UnsupportedError, match=f"{name}: supported where products are in float32 .* got address 0x"
+        ):
+            decode_attention(**{**call, name: odd}, backend="triton")
+    assert launches == []
+    decode_attention(**{**call, name: apart})  # the CPU kernel takes any
+    assert [chosen for chosen, _ in launches] == ["cpu"]
+
+
 def test_backend_variable_is_refused_as_the_argument_is(monkeypatch: pytest.MonkeyPatch, launches: Any) -> None:
     monkeypatch.setenv("SPLITKV_BACKEND", "cuda")
     with pytest.raises(ValueError, match="backend: expected auto, cpu, triton, rowwise, got 'cuda'"):

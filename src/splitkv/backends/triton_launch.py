@@ -42,7 +42,7 @@ def launch(*, q: Tensor, lse: Tensor | None, workspace: Tensor | None, plan: Dec
         target_units=plan.target_units,
         max_splits=plan.max_splits,
         MAX_RUN=plan.max_run,
-        BATCH_BLOCK=min(triton.next_power_of_2(problem.batch), MAX_BATCH_BLOCK),
+        BATCH_BLOCK=1 if plan.max_run == 1 else min(triton.next_power_of_2(problem.batch), MAX_BATCH_BLOCK),
         PDL=plan.splits and plan.device.capability >= (9, 0) and not INTERPRETED,
         partial_out=q,
         partial_ml=q,
@@ -92,6 +92,7 @@ def row_arguments(
 ) -> dict[str, Any]:
     """What every kernel takes: a row's bounds and where its answer goes. Absent tensors are stood in for by q."""
     problem = plan.problem
+    out_steps, lse_steps = steps(out, 3), steps(lse, 3)
     return dict(
         seq_lens=seq_lens if isinstance(seq_lens, Tensor) else q,
         uniform_len=0 if isinstance(seq_lens, Tensor) else seq_lens,
@@ -102,12 +103,12 @@ def row_arguments(
         v_scale_stride=v_scale.stride(0) if isinstance(v_scale, Tensor) else 0,
         out=out,
         lse=out if lse is None else lse,
-        out_stride_b=out.stride(0),
-        out_stride_i=out.stride(1),
-        out_stride_h=out.stride(2),
-        lse_stride_b=0 if lse is None else lse.stride(0),
-        lse_stride_i=0 if lse is None else lse.stride(1),
-        lse_stride_h=0 if lse is None else lse.stride(2),
+        out_stride_b=out_steps[0],
+        out_stride_i=out_steps[1],
+        out_stride_h=out_steps[2],
+        lse_stride_b=lse_steps[0],
+        lse_stride_i=lse_steps[1],
+        lse_stride_h=lse_steps[2],
         capacity=problem.capacity,
         window=window,
         GROUP=problem.group_size,
@@ -136,7 +137,7 @@ def tile_arguments(
 ) -> dict[str, Any]:
     """What the kernels that read the cache take besides."""
     problem, tile = plan.problem, plan.tile
-    mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
+    q_steps, k_steps, v_steps, mask_steps = steps(q, 3), steps(k_cache, 3), steps(v_cache, 3), steps(mask, 4)
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.int8)  # Triton has no pointer to bool to load bytes from
     return dict(
@@ -146,20 +147,20 @@ def tile_arguments(
         block_table=q if block_table is None else block_table,
         mask=q if mask is None else mask,
         k_scales=k_scale if isinstance(k_scale, Tensor) else q,
-        q_stride_b=q.stride(0),
-        q_stride_i=q.stride(1),
-        q_stride_h=q.stride(2),
-        k_stride_b=k_cache.stride(0),
-        k_stride_t=k_cache.stride(1),
-        k_stride_h=k_cache.stride(2),
-        v_stride_b=v_cache.stride(0),
-        v_stride_t=v_cache.stride(1),
-        v_stride_h=v_cache.stride(2),
-        table_stride=0 if block_table is None else block_table.stride(0),
-        mask_stride_b=mask_strides[0],
-        mask_stride_h=mask_strides[1],
-        mask_stride_i=mask_strides[2],
-        mask_stride_n=mask_strides[3],
+        q_stride_b=q_steps[0],
+        q_stride_i=q_steps[1],
+        q_stride_h=q_steps[2],
+        k_stride_b=k_steps[0],
+        k_stride_t=k_steps[1],
+        k_stride_h=k_steps[2],
+        v_stride_b=v_steps[0],
+        v_stride_t=v_steps[1],
+        v_stride_h=v_steps[2],
+        table_stride=steps(block_table, 1)[0],
+        mask_stride_b=mask_steps[0],
+        mask_stride_h=mask_steps[1],
+        mask_stride_i=mask_steps[2],
+        mask_stride_n=mask_steps[3],
         k_scale_stride=k_scale.stride(0) if isinstance(k_scale, Tensor) else 0,
         num_pages=k_cache.shape[0],
         scale=softmax_scale if isinstance(k_scale, Tensor) else softmax_scale * k_scale,
@@ -177,6 +178,14 @@ def tile_arguments(
         COMPUTE=TRITON_DTYPES[tile.compute],
         NUM_STAGES=tile.num_stages,
     )
+
+
+def steps(tensor: Tensor | None, count: int) -> tuple[int, ...]:
+    """The first `count` strides, in elements; 0 for a dimension of one element, whose stride may be anything, and would
+    make another kernel, and for no tensor."""
+    if tensor is None:
+        return (0,) * count
+    return tuple(step if size > 1 else 0 for size, step in zip(tensor.shape[:count], tensor.stride(), strict=False))
 
 
 def compile_options(tile: TileConfig) -> dict[str, Any]:

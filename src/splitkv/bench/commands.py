@@ -162,6 +162,54 @@ def plan(
     plan_report(request, plans, console())
 
 
+@app.command(epilog="Example: splitkv fit --model Qwen3.5-9B/config.json --context 262144 --free 48GiB")
+def fit(
+    model: Annotated[str, typer.Option(help="A config.json, a folder with one, or a .gguf file.")],
+    context: Annotated[int, typer.Option(help=f"Prompt tokens; with the generated up to {MAX_CONTEXT}.")],
+    generated: Annotated[int, typer.Option(help="Tokens to generate.")] = 0,
+    batch: Annotated[int, typer.Option(help="Rows of that length.")] = 1,
+    free: Annotated[
+        str | None,
+        typer.Option(help="Free memory, such as 23300MiB. Default: the GPU's now, or this machine's."),
+    ] = None,
+    total: Annotated[str | None, typer.Option(help="Memory of the empty device. Default: as found, or --free.")] = None,
+    unified: Annotated[
+        bool, typer.Option("--unified", help="GPU and CPU share memory: leave 16 GiB of it to the system.")
+    ] = False,
+    kv_dtypes: Annotated[str | None, typer.Option(help="KV dtypes to try, in order. Default: f32,f16.")] = None,
+    weights_dtype: Annotated[
+        str | None, typer.Option(help="Format of the weights, such as bf16 or q4_k_m. Default: the file's.")
+    ] = None,
+    weights: Annotated[str | None, typer.Option(help="Or their size, such as 5.4GB.")] = None,
+    workspace: Annotated[str | None, typer.Option(help="Attention scratch. Default: what splitkv takes.")] = None,
+    expanded: Annotated[
+        bool, typer.Option("--expanded", help="Latent attention (DeepSeek): cache K and V of every head.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Say whether a model fits at a context, before anything is loaded or allocated.
+
+    Weights, KV cache, recurrent state, workspace and 512 MiB against the free memory: f32 KV if it fits,
+    else f16, else a refusal (exit code 1), and the longest context that fits in each KV dtype.
+    """
+    asked: dict[str, Any] = {"generated": generated, "batch": batch, "free": free, "total": total}
+    asked |= {"unified": unified, "kv_dtypes": kv_dtypes, "weights_dtype": weights_dtype, "weights": weights}
+    asked |= {"workspace": workspace, "expanded": expanded}
+    with usage():
+        from .fitting import fit_record, make_fit
+
+        answer = make_fit(model, context, **asked)
+    if json:
+        options = {"model": model, "context": context, **asked, "json": True}
+        sys.stdout.write(to_json(fit_record(answer, command_line("fit", options))))
+    else:
+        from .render import console, fit_report
+
+        fit_report(answer, console())
+    if not answer.plan.fits:
+        raise typer.Exit(1)
+
+
 @app.command(epilog="Example: splitkv doctor --json")
 def doctor(json: Json = False) -> None:
     """Say what of this machine works: software, GPU, memory, compiler, and a tiny decode on every backend.

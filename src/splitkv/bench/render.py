@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ..plan import DecodePlan
 from ..problem import DecodeProblem
+from .fitting import Fit, notes
 from .planning import PlanRequest, why_invariant
 from .record import UNKNOWN
 from .rungs import OURS
@@ -189,6 +190,54 @@ def _plans_table(plans: list[DecodePlan], unit: str) -> Table:
         invariant = Text("yes", "green") if plan.batch_invariant else Text("no", "yellow")
         reason = why_invariant(plan).removeprefix("cut by ")
         table.add_row(*cells, bytes_text(plan.workspace_bytes), invariant, reason)
+    return table
+
+
+# ---- fit ---------------------------------------------------------------------------------------------------
+
+
+def gib_text(count: int) -> str:
+    """Bytes in GiB, to a hundredth: memory is sold and freed in binary units."""
+    return f"{count / (1 << 30):,.2f} GiB"
+
+
+def fit_report(fit: Fit, out: Console) -> None:
+    """The terms, the verdict with its arithmetic, and the longest context in each KV dtype."""
+    plan, model, memory = fit.plan, fit.plan.model, fit.memory
+    rows = f"{plan.batch} row{'s' if plan.batch > 1 else ''}"
+    plain(out, f"{model.name}, {model.parameters / 1e9:.3g}B parameters, from {fit.path}")
+    plain(out, f"{rows} of {plan.context} prompt tokens, {plan.generated} generated, and the one being computed")
+    out.print(_terms_table(fit))
+    plain(out, plan.arithmetic)
+    known = "" if memory.total_bytes is None else f" of {gib_text(memory.total_bytes)}"
+    plain(out, f"memory: {gib_text(memory.free_bytes)}{known}, {memory.source}")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("KV dtype", no_wrap=True)
+    for name in ("KV bytes\nper token", "longest prompt\nthat fits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for kv_dtype, tokens in plan.largest_contexts().items():
+        longest = "none" if tokens is None else f"{tokens:,}"
+        table.add_row(kv_dtype, f"{model.kv_bytes_per_token(kv_dtype):,}", longest)
+    out.print(table)
+    for line in notes(fit):
+        plain(out, f"note: {line}")
+    verdict = f"fits with {plan.kv_dtype} KV" if plan.fits else f"refused: {plan.refusal}"
+    plain(out, f"{verdict}; needs {gib_text(plan.need_bytes)} of {gib_text(plan.available_bytes)}")
+
+
+def _terms_table(fit: Fit) -> Table:
+    plan = fit.plan
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("memory for", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    for name, count in plan.terms.items():
+        label = f"KV cache in {plan.kv_dtype}" if name == "kv_cache" else name.replace("_", " ")
+        table.add_row(label, f"{count:,}", gib_text(count))
+    table.add_section()
+    table.add_row("needed", f"{plan.need_bytes:,}", gib_text(plan.need_bytes))
+    available = "available (free - 16 GiB)" if plan.unified else "available"
+    table.add_row(available, f"{plan.available_bytes:,}", gib_text(plan.available_bytes))
     return table
 
 

@@ -1,0 +1,1 @@
+"""KV caches: what one would need (`memory`, `models`), before anything is allocated."""

@@ -1,0 +1,90 @@
+"""The layouts in which the kernels sum fix the bytes: they must be the same whatever is beside the geometry.
+
+No GPU needed: the TTGIR of every variant of a launch is read for the layouts of its float sums and of its products.
+Where products are in f32, caches that are not read in 16-byte vectors would be summed in another layout; they are
+refused (checks.check_vector_layout), so they are no variant here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+import triton
+from compiled import OPTIONS, POINTERS, kernel_launches
+from helpers import reschedule
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from splitkv import DecodeProblem, DeviceSpec, plan_decode
+
+GEOMETRIES = {
+    "24/4, 256": (24, 4, 256),
+    "16/4, 256": (16, 4, 256),
+    "32/8, 128": (32, 8, 128),
+    "4/4, 128": (4, 4, 128),
+    "16/1, 128": (16, 1, 128),
+    "24/4, 48": (24, 4, 48),
+}
+
+
+def summed_in(kernel: Any, arguments: dict[str, Any], unaligned: tuple[str, ...] = ()) -> set[str]:
+    """Types, with their layouts written out, of every float sum and every product that a launch compiles to."""
+    signature, constants, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        value, free = arguments[name], kernel.params[index].do_not_specialize
+        if name.isupper() or (isinstance(value, int) and value == 1 and not free):
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+            attributes[(index,)] = [] if name in unaligned else [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            attributes[(index,)] = [["tt.divisibility", 16]] if value % 16 == 0 and not free else []
+        else:
+            signature[name] = "fp32"
+    options = {name: arguments[name] for name in OPTIONS if name in arguments}
+    source = ASTSource(kernel, signature, constants, attributes)
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.M))
+    sums = re.findall(r'"tt\.reduce"\(%[\w#]+\) <\{[^}]*\}> \(\{(.*?)\}\) : \(([^)]*)\)', text, re.S)
+    types = [kind for body, kind in sums if "arith.addf" in body]
+    types += [line.split(" : ")[1] for line in re.findall(r"(?:tt\.dot|warp_group_dot) .*", text)]
+    return {
+        re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), re.sub(r" loc\(.*", "", kind)) for kind in types
+    }
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("f32", "f32"), ("bf16", "bf16"), ("f32", "bf16")], ids=str)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_sums_have_one_layout(geometry: str, dtype: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, kv_heads, dim = GEOMETRIES[geometry]
+    device = DeviceSpec.named("h200")
+
+    def launches(max_run: int = 1, page_size: int | None = None) -> dict[str, tuple]:
+        problem = DecodeProblem(1, heads, kv_heads, dim, q_dtype=dtype, kv_dtype=kv_dtype, page_size=page_size)
+        return kernel_launches(reschedule(plan_decode(problem, device), max_run, 132), monkeypatch)
+
+    kernel, arguments = launches()["split_kernel"]
+    want = summed_in(kernel, arguments)
+    odd = dict(k_stride_t=kv_heads * dim + 5, v_stride_t=kv_heads * dim + 5, k_stride_h=dim + 1, v_stride_h=dim + 1)
+    variants = {
+        "rowwise": summed_in(*launches()["rowwise_kernel"]),
+        "runs of 4": summed_in(*launches(4)["split_kernel"]),
+        "runs of 16": summed_in(*launches(16)["split_kernel"]),
+        "pages of 16": summed_in(*launches(1, 16)["split_kernel"]),
+        "pages of 1": summed_in(*launches(4, 1)["split_kernel"]),
+        "unaligned q": summed_in(kernel, arguments, ("q",)),
+        "heads first": summed_in(kernel, arguments | dict(k_stride_t=dim, k_stride_h=dim * 262_144)),
+    }
+    if dtype != "f32":
+        variants |= {
+            "odd strides": summed_in(kernel, arguments | odd),
+            "unaligned caches": summed_in(kernel, arguments, ("k_cache", "v_cache")),
+        }
+    assert {name for name, got in variants.items() if got != want} == set()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .backends import LAUNCHERS, launcher
 from .checks import DecodeInputs, UnsupportedError, check_inputs, check_out, check_vector_layout, check_workspace
-from .device_checks import check_values, checks_wanted
+from .device_checks import capturing, check_values, checks_wanted
 from .plan import DecodePlan, plan_decode
 from .policy import SplitPolicy
 from .problem import DecodeProblem, DeviceSpec
@@ -116,6 +116,7 @@ class DecodeAttention:
         self.problem = problem
         self.plan = plan_for(problem, self.device, policy)
         self.workspace = torch.empty(self.plan.workspace_bytes, dtype=torch.uint8, device=self.device)
+        self._warm = False
 
     def run(
         self,
@@ -131,8 +132,13 @@ class DecodeAttention:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`decode_attention` with this object's plan and workspace; options are its keyword arguments.
 
-        Raises ValueError where the tensors do not have the problem's shape.
+        Raises ValueError where the tensors do not have the problem's shape, and RuntimeError in a CUDA graph's capture
+        before a first call outside one.
         """
+        if capturing() and not self._warm:
+            raise RuntimeError(
+                "run: expected a first call before the capture of a CUDA graph, as it compiles; got none"
+            )
         inputs = check_inputs(q, k_cache, v_cache, seq_lens, **options)
         if inputs.problem != self.problem:
             raise ValueError(f"run: expected tensors of {self.problem}, got {inputs.problem}")
@@ -140,7 +146,9 @@ class DecodeAttention:
             raise ValueError(f"q: expected device {self.device} of this DecodeAttention, got {q.device}")
         check_out(out, q, inputs.problem.v_head_dim)
         name = choose_backend(backend, inputs)
-        return _launch(name, inputs, self.plan, q, out, return_lse, self.workspace)
+        result = _launch(name, inputs, self.plan, q, out, return_lse, self.workspace)
+        self._warm = True
+        return result
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

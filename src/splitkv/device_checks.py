@@ -17,9 +17,13 @@ from .policy import parse_switch
 CHECK_VARIABLE = "SPLITKV_CHECK"
 
 
+def capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def checks_wanted() -> bool:
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return parse_switch(os.environ.get(CHECK_VARIABLE, ""), declared=False) and not capturing
+    return parse_switch(os.environ.get(CHECK_VARIABLE, ""), declared=False) and not capturing()
 
 
 def check_values(inputs: DecodeInputs) -> None:

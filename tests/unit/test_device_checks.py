@@ -1,4 +1,4 @@
-"""SPLITKV_CHECK=1 turns lengths and page ids that the kernels would skip into errors (CASE-15)."""
+"""What is refused for the device's sake: SPLITKV_CHECK=1 on lengths and page ids (CASE-15), captures, huge grids."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from splitkv import UnsupportedError, decode_attention
+from splitkv import DecodeAttention, DecodeProblem, UnsupportedError, decode_attention
 from splitkv.attention import MAX_GRID_ROWS
 
 TABLE = torch.tensor([[0, 1, 9], [3, 2, 9]], dtype=torch.int32)  # 9 is outside, and needed by no row
@@ -64,6 +64,18 @@ def test_what_no_row_needs_is_no_fault(
 def call_seeded(lens: list[int], table: torch.Tensor, **options: Any) -> torch.Tensor:
     torch.manual_seed(0)
     return call(lens, table, **options)  # type: ignore[no-any-return]
+
+
+def test_a_capture_before_the_first_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, cache = torch.randn(1, 2, 16), torch.randn(1, 40, 1, 16)
+    attention = DecodeAttention(DecodeProblem(1, 2, 1, 16, capacity=40, q_dtype="f32", kv_dtype="f32"), device="cpu")
+    monkeypatch.setattr("splitkv.attention.capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="run: expected a first call before the capture"):
+        attention.run(q, cache, cache, 40)
+    monkeypatch.setattr("splitkv.attention.capturing", lambda: False)
+    first = attention.run(q, cache, cache, 40)
+    monkeypatch.setattr("splitkv.attention.capturing", lambda: True)
+    assert torch.equal(attention.run(q, cache, cache, 40), first)  # type: ignore[arg-type]
 
 
 def test_more_rows_than_a_grid_takes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ test: check  ## what CI runs: the same as check
 
 check: lint  ## ruff, mypy, the GPU kernels in Triton's interpreter, the tests and the README's commands
 	$(BIN)/python tools/results_tables.py --check
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter tests/cases
 	$(BIN)/python -m pytest
 
 lint: $(ENV)  ## ruff and mypy alone

@@ -135,7 +135,7 @@ class DecodeAttention:
         Raises ValueError where the tensors do not have the problem's shape, and RuntimeError in a CUDA graph's capture
         before a first call outside one.
         """
-        if capturing() and not self._warm:
+        if not self._warm and capturing():
             raise RuntimeError(
                 "run: expected a first call before the capture of a CUDA graph, as it compiles; got none"
             )
@@ -196,6 +196,12 @@ def choose_backend(backend: str, inputs: DecodeInputs) -> str:
         return backend
     if not on_cuda and not _interpreting():
         raise ValueError(f"backend: {backend} expects CUDA tensors, got {inputs.q.device}")
+    _check_gpu_limits(backend, inputs)
+    return backend
+
+
+def _check_gpu_limits(backend: str, inputs: DecodeInputs) -> None:
+    """Refuse what contract and CPU know and the Triton kernels do not."""
     problem = inputs.problem
     if max(problem.head_dim, problem.v_head_dim) > TRITON_MAX_HEAD_DIM:
         raise UnsupportedError(
@@ -207,13 +213,12 @@ def choose_backend(backend: str, inputs: DecodeInputs) -> str:
             check_vector_layout(name, getattr(inputs, name))
     if problem.batch > MAX_GRID_ROWS:
         raise UnsupportedError(f"q: backend {backend} supports up to {MAX_GRID_ROWS} rows, got {problem.batch}")
-    e4m3 = problem.kv_dtype == "fp8_e4m3"
-    if e4m3 and on_cuda and torch.cuda.get_device_capability(inputs.q.device) < FP8_CAPABILITY:
+    device = _device_spec(inputs.q.device)
+    if problem.kv_dtype == "fp8_e4m3" and not device.is_cpu and device.capability < FP8_CAPABILITY:
         raise UnsupportedError(
             f"k_cache: backend {backend} supports float8_e4m3fn from compute capability 8.9 on; supported on this "
             "GPU: float32, float16, bfloat16, float8_e5m2"
         )
-    return backend
 
 
 def plan_for(problem: DecodeProblem, device: torch.device, policy: str | SplitPolicy) -> DecodePlan:

@@ -29,6 +29,7 @@ share of reading; but AUTO_MIN_KEYS where keys are small (under 512 bytes), as t
 AUTO_QUANTUM = 64
 """`auto` splits are multiples of this many keys, or of a larger tile, so that no tile straddles two splits."""
 MAX_AUTO_SPLITS, MIN_AUTO_SPLITS = 256, 16
+"""At most four groups of 64: above that the merge joins groups in another order than runs would (triton_merge.py)."""
 
 WAVES_CTAS_PER_SM, WAVES_MAX_SPLITS, WAVES_MIN_KEYS = 2, 16, 256
 CAPACITY_CTAS, CAPACITY_MIN_KEYS, CAPACITY_MAX_SPLITS, CAPACITY_MIN_OVERRIDE = 512, 128, 64, 32

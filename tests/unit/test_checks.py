@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitkv import UnsupportedError, attention, checks, decode_attention
+from splitkv import UnsupportedError, attention, checks, decode_attention, decode_loop, prepared
 from splitkv.attention import plan_for
 
 BATCH, Q_HEADS, KV_HEADS, HEAD_DIM, CAPACITY = 2, 4, 2, 64, 32
@@ -259,7 +259,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[s
     for name in ("SPLITKV_POLICY", "SPLITKV_BACKEND", "SPLITKV_GQA_PACK", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
     recorded: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(attention, "launcher", lambda name: lambda **kw: recorded.append((name, kw)))
+    monkeypatch.setattr(prepared, "preparer", lambda name: lambda **_: None)
+    monkeypatch.setattr(prepared, "launcher", lambda name: lambda **kw: recorded.append((name, kw)))
     yield recorded
 
 
@@ -389,7 +390,7 @@ def test_tensor_scales_become_one_per_kv_head(scale: Tensor, launches: list[Any]
 READS_A_VALUE = r"(?<!DeviceSpec)\.(item|tolist|cpu|numpy|nonzero|equal|allclose|synchronize)\("
 
 
-@pytest.mark.parametrize("module", [checks, attention], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [checks, attention, prepared, decode_loop], ids=lambda module: module.__name__)
 def test_source_reads_no_tensor_value(module: Any) -> None:
     text = Path(module.__file__).read_text()
     assert re.findall(READS_A_VALUE, text) == []

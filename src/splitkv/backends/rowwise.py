@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plan import DecodePlan
-from .triton_launch import compile_options, on_device, row_arguments, tile_arguments
+from .triton_launch import INTERPRETED, compile_options, row_arguments, tile_arguments
+from .triton_prepared import KernelCall, TritonLaunch, on_device
 from .triton_tile import attend_tile, close_split, finish, load_bounds
 
 
@@ -79,14 +80,24 @@ def rowwise_kernel(
         )
 
 
-def launch(*, q: Tensor, workspace: Tensor | None, plan: DecodePlan, **arguments: Any) -> None:
+def launch(*, q: Tensor, **arguments: Any) -> None:
     """As triton_launch.launch; the plan's tile and geometry are used, its splits and the workspace are not."""
-    del workspace
-    problem = plan.problem
-    query_blocks = triton.cdiv(problem.q_len, plan.tile.block_m)
+    call = kernel_call(q=q, **arguments)
     with on_device(q):
-        rowwise_kernel[(problem.batch, problem.num_q_heads, query_blocks)](
-            **row_arguments(q=q, plan=plan, **arguments),
-            **tile_arguments(q=q, plan=plan, **arguments),
-            **compile_options(plan.tile),
-        )
+        call.kernel[call.grid](**call.arguments, **call.options)
+
+
+def prepare(**arguments: Any) -> TritonLaunch | None:
+    """As triton_launch.prepare."""
+    return None if INTERPRETED else TritonLaunch([kernel_call(**arguments)], arguments)
+
+
+def kernel_call(*, plan: DecodePlan, **arguments: Any) -> KernelCall:
+    """The launch of one call."""
+    problem = plan.problem
+    return KernelCall(
+        rowwise_kernel,
+        (problem.batch, problem.num_q_heads, triton.cdiv(problem.q_len, plan.tile.block_m)),
+        row_arguments(plan=plan, **arguments) | tile_arguments(plan=plan, **arguments),
+        compile_options(plan.tile),
+    )

@@ -1,0 +1,168 @@
+"""Launch Triton kernels again without Triton's own look-up, which takes 50 to 150 us for kernels of 75 arguments.
+
+The first launch of a `TritonLaunch` goes through Triton, which compiles and returns the compiled kernel. Later ones
+hand that kernel's launcher the same arguments with other addresses. That is safe where everything Triton specialises
+on stays: constants, types, whether an integer is 1 or a multiple of 16, whether an address is a multiple of 16. All
+but addresses and the uniform length are fixed here, the latter is not specialised on, and whoever keeps a prepared
+launch keeps it under the alignments (prepared.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+
+from . import TENSORS
+
+DIRECT_VERSIONS = ((3, 6), (3, 9))
+"""First and last Triton whose `CompiledKernel.run` was read, and takes what `_direct` gives it."""
+
+SOURCES = {"k_scales": "k_scale", "v_scales": "v_scale", "partial_out": "workspace"}
+"""Kernel parameter to the tensor whose address it takes, where the names differ."""
+
+WORKSPACE = TENSORS.index("workspace")
+LENGTH = len(TENSORS)
+"""A launch's values are the addresses, the uniform length at this index, the second half of the workspace, and what is
+fixed."""
+SECOND_HALF = LENGTH + 1
+FIRST_FIXED = LENGTH + 2
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One launch of one kernel: its arguments by name, the tensors among them, and Triton's options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """What Triton reads of a tensor: its type and address."""
+
+    dtype: torch.dtype
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class TritonLaunch:
+    """The kernels of one call, launched one after the other on the current stream (backends.PreparedLaunch)."""
+
+    def __init__(self, calls: Sequence[KernelCall], tensors: Mapping[str, Any]) -> None:
+        self._device: int = tensors["q"].device.index
+        arguments = calls[0].arguments
+        self._offset = 0
+        if len(calls) > 1:  # split, and merge
+            self._offset = arguments["partial_ml"].data_ptr() - arguments["partial_out"].data_ptr()
+        self._kernels = [PreparedKernel(call, tensors) for call in calls]
+        self.variant: Hashable = tuple(kernel.variant for kernel in self._kernels)
+
+    def __call__(self, addresses: Sequence[int], uniform_len: int) -> None:
+        values = (*addresses, uniform_len, addresses[WORKSPACE] + self._offset)
+        if torch.cuda.current_device() == self._device:
+            for kernel in self._kernels:
+                kernel(values)
+        else:
+            with torch.cuda.device(self._device):
+                for kernel in self._kernels:
+                    kernel(values)
+
+
+class PreparedKernel:
+    """One kernel of a prepared launch. Holds no tensor."""
+
+    def __init__(self, call: KernelCall, tensors: Mapping[str, Any]) -> None:
+        self._kernel, self._grid, self._options = call.kernel, call.grid, call.options
+        self._names: list[str] = call.kernel.arg_names
+        self._dtypes = {name: value.dtype for name, value in call.arguments.items() if isinstance(value, Tensor)}
+        fixed = [name for name in self._names if name not in self._dtypes and name != "uniform_len"]
+        self._fixed = tuple(call.arguments[name] for name in fixed)
+        index = {name: FIRST_FIXED + i for i, name in enumerate(fixed)}
+        index |= {name: _source(name, tensors) for name in self._dtypes} | {"uniform_len": LENGTH}
+        self._pick = itemgetter(*(index[name] for name in self._names))
+        self._direct: Callable[[tuple[Any, ...]], None] | None = None
+        self.variant: Hashable = (
+            call.kernel.fn.__name__,
+            tuple(call.options.items()),
+            tuple(_specialisation(parameter, call.arguments[parameter.name]) for parameter in call.kernel.params),
+        )
+
+    def __call__(self, values: tuple[int, ...]) -> None:
+        arguments = self._pick(values + self._fixed)
+        if self._direct is not None:
+            self._direct(arguments)
+            return
+        named = {
+            name: Pointer(self._dtypes[name], value) if name in self._dtypes else value
+            for name, value in zip(self._names, arguments, strict=True)
+        }
+        compiled = self._kernel[self._grid](**named, **self._options)
+        self._direct = direct_launch(compiled, self._grid)
+
+
+def direct_launch(compiled: Any, grid: tuple[int, ...]) -> Callable[[tuple[Any, ...]], None] | None:
+    """A function of the kernel's arguments, in their order, that launches it on the current device and stream, or None
+    where this Triton is not known to have one."""
+    if not DIRECT_VERSIONS[0] <= triton_version() <= DIRECT_VERSIONS[1]:
+        return None
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    x, y, z = grid
+    runtime = knobs.runtime
+    get_device, get_stream = driver.active.get_current_device, driver.active.get_current_stream
+
+    def launch(arguments: tuple[Any, ...]) -> None:
+        if _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook):
+            compiled[grid](*arguments)  # a profiler listens: let Triton tell it
+        else:
+            run(x, y, z, get_stream(get_device()), function, metadata, None, None, None, *arguments)
+
+    return launch
+
+
+def triton_version() -> tuple[int, int]:
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device: make it the tensor's, where it is not."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
+
+
+def _hooked(hook: Any) -> bool:
+    return bool(getattr(hook, "calls", hook))
+
+
+def _source(name: str, tensors: Mapping[str, Any]) -> int:
+    """Index of a pointer's address among a launch's values; absent tensors are stood in for by q."""
+    if name == "partial_ml":
+        return SECOND_HALF if isinstance(tensors["workspace"], Tensor) else TENSORS.index("q")
+    source = SOURCES.get(name, name)
+    return TENSORS.index(source if isinstance(tensors[source], Tensor) else "q")
+
+
+def _specialisation(parameter: Any, value: Any) -> Hashable:
+    """What Triton compiles a kernel for, of one argument."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if parameter.is_constexpr:
+        return value
+    if isinstance(value, int):
+        wide = value >= 2**31
+        return wide if parameter.do_not_specialize else (wide, value == 1, value % 16 == 0)
+    return float

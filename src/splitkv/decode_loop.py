@@ -117,7 +117,7 @@ class DecodeAttention:
         """
         if generation != self.generation:
             raise RuntimeError(
-                f"graph: expected one captured at generation {self.generation} of this DecodeAttention, which has grown to "
+                f"graph: expected one captured at generation {self.generation} of this DecodeAttention, grown to "
                 f"{self.problem}, got one of generation {generation}: capture it again"
             )
 

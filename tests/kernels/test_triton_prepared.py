@@ -43,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "starts": {"starts": ints(BATCH)},
     "bool mask": {"mask": torch.ones(CAPACITY, dtype=torch.bool)},
     "additive mask": {"mask": torch.ones(BATCH, 1, 1, CAPACITY)},
+    "mask of every third": {"mask": torch.ones(BATCH, 1, 1, 3 * CAPACITY)[..., ::3]},
     "k scale": {"k_scale": torch.ones(KV_HEADS)},
     "v scale": {"v_scale": torch.ones(())},
     "numbers": {"k_scale": 0.5, "v_scale": 3.0, "softmax_scale": 0.25},
@@ -222,6 +223,9 @@ def test_a_variant_is_what_triton_compiles_for(here: SimpleNamespace) -> None:
             assert (variant == other_variant) == (compiled == other_compiled), (name, other)
     assert found["plain"] == found["the same"] and found["one length"] == found["one longer length"]
     assert found["plain"][0] != found["sinks"][0]
+    made = arguments()
+    fewer_registers = [replace(call, options=call.options | {"maxnreg": 64}) for call in backend_calls("triton", made)]
+    assert TritonLaunch(fewer_registers, made).variant != found["plain"][0]
 
 
 def test_another_device_is_made_current(here: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,7 @@ def test_what_may_change_between_launches_changes_no_specialisation(here: Simple
 
 def test_a_variant_is_what_triton_compiles_for(here: SimpleNamespace) -> None:
     """Two launches have one variant where Triton would use one compiled kernel, and only there."""
-    strides = {f"{size} rows": {"batch": size} for size in (1, 2, 3, 16)}
+    strides = {f"{size} rows": {"batch": size, "policy": "waves"} for size in (1, 2, 3, 16)}
     options = OPTIONS | strides | {"the same": {}, "one longer length": {"seq_lens": 48}}
     found = {}
     for name, each in options.items():
@@ -222,6 +222,7 @@ def test_a_variant_is_what_triton_compiles_for(here: SimpleNamespace) -> None:
         for other, (other_variant, other_compiled) in found.items():
             assert (variant == other_variant) == (compiled == other_compiled), (name, other)
     assert found["plain"] == found["the same"] and found["one length"] == found["one longer length"]
+    assert found["2 rows"] == found["3 rows"], "the schedule's integers make no other kernel"
     assert found["plain"][0] != found["sinks"][0]
     made = arguments()
     fewer_registers = [replace(call, options=call.options | {"maxnreg": 64}) for call in backend_calls("triton", made)]

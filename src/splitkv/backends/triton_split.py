@@ -13,7 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .triton_tile import attend_tile, close_split, finish, join, keys_per_run, load_bounds, units_of
 
 
-@triton.jit(do_not_specialize=["uniform_len", "batch", "capacity", "num_pages", "window", "target", "target_units"])
+@triton.jit(do_not_specialize=["uniform_len", "batch", "capacity", "num_pages", "window", "target", "min_len",
+                               "quantum", "target_units", "max_splits"])  # fmt: skip
 def split_kernel(
     q, k_cache, v_cache, seq_lens, block_table, starts, mask, sinks, k_scales, v_scales,
     out, lse, partial_out, partial_ml,

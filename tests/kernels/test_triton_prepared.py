@@ -287,6 +287,17 @@ def test_a_kernel_that_wants_more_is_left_to_triton(need: str, here: SimpleNames
     assert direct_launch(compiled, (1, 1, 1)) is None
 
 
+def test_a_launch_that_a_hook_took_is_left_to_triton(here: SimpleNamespace) -> None:
+    assert direct_launch(None, (1, 1, 1)) is None
+
+
+def test_a_kernel_with_a_tensor_among_its_numbers_is_refused(here: SimpleNamespace) -> None:
+    made = arguments()
+    call = backend_calls("triton", made)[0]
+    with pytest.raises(TypeError, match="split_kernel: expected its tensors before its other parameters"):
+        TritonLaunch([replace(call, arguments=call.arguments | {"batch": torch.zeros(1)})], made)
+
+
 def test_another_vendors_launcher_is_left_to_triton(here: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_prepared.driver.active, "get_current_target", lambda: GPUTarget("hip", "gfx942", 64))
     assert direct_launch(Compiled([]), (1, 1, 1)) is None

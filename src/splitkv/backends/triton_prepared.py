@@ -31,10 +31,8 @@ SOURCES = {"k_scales": "k_scale", "v_scales": "v_scale", "partial_out": "workspa
 
 WORKSPACE = TENSORS.index("workspace")
 LENGTH = len(TENSORS)
-"""A launch's values are the addresses, the uniform length at this index, the second half of the workspace, and what is
-fixed."""
+"""A launch's values are the addresses, the uniform length at this index, and the second half of the workspace."""
 SECOND_HALF = LENGTH + 1
-FIRST_FIXED = LENGTH + 2
 
 
 @dataclass(frozen=True)
@@ -92,11 +90,13 @@ class PreparedKernel:
         self._kernel, self._grid, self._options = call.kernel, call.grid, call.options
         self._names: list[str] = call.kernel.arg_names
         self._dtypes = {name: value.dtype for name, value in call.arguments.items() if isinstance(value, Tensor)}
-        fixed = [name for name in self._names if name not in self._dtypes and name != "uniform_len"]
-        self._fixed = tuple(call.arguments[name] for name in fixed)
-        index = {name: FIRST_FIXED + i for i, name in enumerate(fixed)}
-        index |= {name: _source(name, tensors) for name in self._dtypes} | {"uniform_len": LENGTH}
-        self._pick = itemgetter(*(index[name] for name in self._names))
+        tensors_end, length = len(self._dtypes), self._names.index("uniform_len")
+        if set(self._names[:tensors_end]) != set(self._dtypes):
+            raise TypeError(f"{call.kernel.fn.__name__}: expected its tensors before its other parameters")
+        self._pick = itemgetter(*(_source(name, tensors) for name in self._names[:tensors_end]))
+        self._before = tuple(call.arguments[name] for name in self._names[tensors_end:length])
+        self._after = tuple(call.arguments[name] for name in self._names[length + 1 :])
+        self._compiled: Any = None
         self._direct: Callable[[int, tuple[Any, ...]], None] | None = None
         self.variant: Hashable = (
             call.kernel.fn.__name__,
@@ -106,7 +106,7 @@ class PreparedKernel:
 
     def __call__(self, values: tuple[int, ...], stream: int, listening: bool) -> None:
         """Launch on this stream of the current device. listening: a profiler waits for Triton's word."""
-        arguments = self._pick(values + self._fixed)
+        arguments = (*self._pick(values), *self._before, values[LENGTH], *self._after)
         if self._direct is not None and not listening:
             self._direct(stream, arguments)
             return
@@ -114,14 +114,18 @@ class PreparedKernel:
             name: Pointer(self._dtypes[name], value) if name in self._dtypes else value
             for name, value in zip(self._names, arguments, strict=True)
         }
-        compiled = self._kernel[self._grid](**named, **self._options)
-        self._direct = direct_launch(compiled, self._grid)
+        self._compiled = self._kernel[self._grid](
+            **named, **self._options
+        )  # kept, as some Tritons unload it at its end
+        self._direct = direct_launch(self._compiled, self._grid)
 
 
 def direct_launch(compiled: Any, grid: tuple[int, ...]) -> Callable[[int, tuple[Any, ...]], None] | None:
     """A function of a stream and of the kernel's arguments, constants included, that launches it on the current device.
     None where this Triton or this kernel wants more than that."""
     version = triton_version()
+    if compiled is None:  # one of Triton's hooks wants the launch for itself
+        return None
     if not DIRECT_VERSIONS[0] <= version <= DIRECT_VERSIONS[1] or driver.active.get_current_target().backend != "cuda":
         return None
     launcher = compiled.run

@@ -114,9 +114,7 @@ class PreparedKernel:
             name: Pointer(self._dtypes[name], value) if name in self._dtypes else value
             for name, value in zip(self._names, arguments, strict=True)
         }
-        self._compiled = self._kernel[self._grid](
-            **named, **self._options
-        )  # kept, as some Tritons unload it at its end
+        self._compiled = self._kernel[self._grid](**named, **self._options)  # kept: some Tritons unload it at its end
         self._direct = direct_launch(self._compiled, self._grid)
 
 

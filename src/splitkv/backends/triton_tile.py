@@ -144,21 +144,35 @@ def accumulate_f32(acc, p, v, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def load_queries(q_rows, valid, D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, COMPUTE: tl.constexpr):
+    """(q [rows, BLOCK_D], rest [rows, REST_D]): head sizes such as 576 are held as 512 columns and 64. No rest: q."""
+    d = tl.arange(0, BLOCK_D)
+    q = tl.load(q_rows[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+    rest = q
+    if REST_D > 0:
+        d = BLOCK_D + tl.arange(0, REST_D)
+        rest = tl.load(q_rows[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+    return q, rest
+
+
+@triton.jit
 def attend_tile(
-    acc, m, sums, q, n0, n_end, causal_end, row, kv_head,
+    acc, m, sums, q, q_rest, n0, n_end, causal_end, row, kv_head,
     k_cache, v_cache, block_table, mask, mask_row,
     k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, table_stride, mask_stride_n,
     num_pages, scale, softcap, window,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    TILE_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_LEN: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, COMPUTE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE_M: tl.constexpr, BLOCK_N: tl.constexpr, V_IN_K: tl.constexpr, Q_LEN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Keys [n0, min(n0 + BLOCK_N, n_end)) of a row, added to (acc, m, sums) by online softmax.
 
-    q [TILE_M, BLOCK_D]. Tensor cores take 16 rows: where a block has at most 8 query vectors, each stands in q twice
-    (TILE_M is 2 x BLOCK_M), the first copy's row of p . v takes p rounded to 16 bits and the second's what the rounding
-    lost. Their sum has p nearly exact, at no cost. sums [TILE_M, BLOCK_N] keeps each column's own sum of p, so that no
-    tile waits for one across warps. close_split makes a part of it all, once per split.
+    q [TILE_M, BLOCK_D] and q_rest [TILE_M, REST_D] as load_queries gives them. Tensor cores take 16 rows: where a block
+    has at most 8 query vectors, each stands in q twice (TILE_M is 2 x BLOCK_M), the first copy's row of p . v takes p
+    rounded to 16 bits and the second's what the rounding lost. Their sum has p nearly exact, at no cost.
+    sums [TILE_M, BLOCK_N] keeps each column's own sum of p, so that no tile waits for one across warps. close_split
+    makes a part of it all, once per split. V_IN_K: V is the first columns of K in the same memory, so it is not read
+    again; the arithmetic is the same.
     causal_end [TILE_M]: first key that each query may not see. Keys that do not exist (past n_end, or on a page
     outside the pool) are never loaded, so their bytes may be anything.
     """
@@ -184,9 +198,17 @@ def attend_tile(
 
     k = tl.load(k_rows[:, None] + d[None, :], mask=k_mask, other=0.0).to(COMPUTE)
     if tl.float32 == COMPUTE:
-        s = scores_f32(q, k, BLOCK_M, BLOCK_N) * scale
+        s = scores_f32(q, k, BLOCK_M, BLOCK_N)
     else:
-        s = tl.dot(q, tl.trans(k)) * scale
+        s = tl.dot(q, tl.trans(k))
+    if REST_D > 0:
+        d = BLOCK_D + tl.arange(0, REST_D)
+        k_rest = tl.load(k_rows[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+        if tl.float32 == COMPUTE:
+            s += scores_f32(q_rest, k_rest, BLOCK_M, BLOCK_N)
+        else:
+            s = tl.dot(q_rest, tl.trans(k_rest), s)
+    s *= scale
     if HAS_SOFTCAP:
         s = softcap * tanh(s / softcap)
     if MASK == "additive":
@@ -210,7 +232,10 @@ def attend_tile(
     p = tl.exp2(s - base[:, None])
     sums = tl.fma(sums, tl.broadcast_to(alpha[:, None], sums.shape), p)
     acc = acc * alpha[:, None]
-    v = tl.load(v_rows[:, None] + dv[None, :], mask=v_mask, other=0.0).to(COMPUTE)
+    if V_IN_K:
+        v = k
+    else:
+        v = tl.load(v_rows[:, None] + dv[None, :], mask=v_mask, other=0.0).to(COMPUTE)
     if tl.float32 == COMPUTE:
         acc = accumulate_f32(acc, p, v, BLOCK_M)
     else:

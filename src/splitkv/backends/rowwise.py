@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..plan import DecodePlan
 from .triton_launch import compile_options, on_device, row_arguments, tile_arguments
-from .triton_tile import attend_tile, close_split, finish, load_bounds, load_queries
+from .triton_tile import attend_tile, close_split, finish, load_bounds, load_queries, load_scales
 
 
 @triton.jit(do_not_specialize=["uniform_len", "capacity", "num_pages", "window"])
@@ -41,15 +41,12 @@ def rowwise_kernel(
     query = first_query + tl.arange(0, TILE_M) % BLOCK_M
     valid = query < Q_LEN
     dv = tl.arange(0, BLOCK_DV)
-    q_rows = q + row * q_stride_b + query.to(tl.int64) * q_stride_i + head.to(tl.int64) * q_stride_h
-    q_tile, q_rest = load_queries(q_rows, valid, D, BLOCK_D, REST_D, COMPUTE)
+    q_tile, q_rest, mask_row = load_queries(q, row, head, query, valid, q_stride_b, q_stride_i, q_stride_h,
+                                            mask_stride_b, mask_stride_i, mask_stride_h, D, BLOCK_D, REST_D,
+                                            COMPUTE)  # fmt: skip
     causal_end = hi - (Q_LEN - 1) + query
-    mask_row = row * mask_stride_b + head.to(tl.int64) * mask_stride_h + query.to(tl.int64) * mask_stride_i
-    mask_row = tl.where(valid, mask_row, -1)
-    if HAS_K_SCALES:
-        scale *= tl.load(k_scales + kv_head * k_scale_stride)
-    if HAS_V_SCALES:
-        v_scale = tl.load(v_scales + kv_head * v_scale_stride)
+    scale, v_scale = load_scales(scale, v_scale, k_scales, v_scales, kv_head, k_scale_stride, v_scale_stride,
+                                 HAS_K_SCALES, HAS_V_SCALES)  # fmt: skip
     acc = tl.zeros([TILE_M, BLOCK_DV], tl.float32)
     m = tl.full([TILE_M], float("-inf"), tl.float32)
     sums = tl.zeros([TILE_M, BLOCK_N], tl.float32)

@@ -10,7 +10,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .triton_tile import attend_tile, close_split, finish, join, keys_per_run, load_bounds, load_queries, units_of
+from .triton_tile import (
+    attend_tile,
+    close_split,
+    finish,
+    join,
+    keys_per_run,
+    load_bounds,
+    load_queries,
+    load_scales,
+    units_of,
+)
 
 
 @triton.jit(do_not_specialize=["uniform_len", "batch", "capacity", "num_pages", "window", "target", "target_units"])
@@ -80,17 +90,12 @@ def split_kernel(
     r_valid = (vector < ROWS_PER_BLOCK) & (r < GROUP * Q_LEN)
     query = r % Q_LEN
     head = kv_head * GROUP + r // Q_LEN
-    q_rows = q + row64 * q_stride_b + query.to(tl.int64) * q_stride_i + head.to(tl.int64) * q_stride_h
-    q_tile, q_rest = load_queries(q_rows, r_valid, D, BLOCK_D, REST_D, COMPUTE)
+    q_tile, q_rest, mask_row = load_queries(q, row64, head, query, r_valid, q_stride_b, q_stride_i, q_stride_h,
+                                            mask_stride_b, mask_stride_i, mask_stride_h, D, BLOCK_D, REST_D,
+                                            COMPUTE)  # fmt: skip
     causal_end = hi - (Q_LEN - 1) + query
-    mask_row = tl.zeros_like(r).to(tl.int64)
-    if MASK != "none":
-        mask_row = row64 * mask_stride_b + head.to(tl.int64) * mask_stride_h + query.to(tl.int64) * mask_stride_i
-        mask_row = tl.where(r_valid, mask_row, -1)
-    if HAS_K_SCALES:
-        scale *= tl.load(k_scales + kv_head * k_scale_stride)
-    if HAS_V_SCALES:
-        v_scale = tl.load(v_scales + kv_head * v_scale_stride)
+    scale, v_scale = load_scales(scale, v_scale, k_scales, v_scales, kv_head, k_scale_stride, v_scale_stride,
+                                 HAS_K_SCALES, HAS_V_SCALES)  # fmt: skip
 
     acc = tl.zeros([TILE_M, BLOCK_DV], tl.float32)
     m = tl.full([TILE_M], float("-inf"), tl.float32)

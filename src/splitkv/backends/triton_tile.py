@@ -144,15 +144,35 @@ def accumulate_f32(acc, p, v, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def load_queries(q_rows, valid, D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, COMPUTE: tl.constexpr):
-    """(q [rows, BLOCK_D], rest [rows, REST_D]): head sizes such as 576 are held as 512 columns and 64. No rest: q."""
+def load_queries(
+    q, row, head, query, valid, q_stride_b, q_stride_i, q_stride_h, mask_stride_b, mask_stride_i, mask_stride_h,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """(q [rows, BLOCK_D], rest [rows, REST_D], offsets of their rows in the mask, -1 outside `valid`) of query vectors.
+
+    Head sizes such as 576 are held as 512 columns and 64; with no rest, q stands in for it. row: int64.
+    """
+    head, query = tl.cast(head, tl.int64), query.to(tl.int64)
+    rows = q + row * q_stride_b + query * q_stride_i + head * q_stride_h
     d = tl.arange(0, BLOCK_D)
-    q = tl.load(q_rows[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
-    rest = q
+    first = tl.load(rows[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+    rest = first
     if REST_D > 0:
         d = BLOCK_D + tl.arange(0, REST_D)
-        rest = tl.load(q_rows[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
-    return q, rest
+        rest = tl.load(rows[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+    mask_row = row * mask_stride_b + head * mask_stride_h + query * mask_stride_i
+    return first, rest, tl.where(valid, mask_row, -1)
+
+
+@triton.jit
+def load_scales(scale, v_scale, k_scales, v_scales, kv_head, k_scale_stride, v_scale_stride,
+                HAS_K_SCALES: tl.constexpr, HAS_V_SCALES: tl.constexpr):  # fmt: skip
+    """(scale of the logits, v_scale) of a KV head."""
+    if HAS_K_SCALES:
+        scale *= tl.load(k_scales + kv_head * k_scale_stride)
+    if HAS_V_SCALES:
+        v_scale = tl.load(v_scales + kv_head * v_scale_stride)
+    return scale, v_scale
 
 
 @triton.jit

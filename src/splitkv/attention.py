@@ -17,7 +17,6 @@ from .prepared import BACKEND_VARIABLE, INTERPRET_VARIABLE, NO_KEY, CallMemo, Fi
 from .problem import DecodeProblem, DeviceSpec
 from .tiles import compute_dtype
 
-TRITON_MAX_HEAD_DIM = 256
 FP8_CAPABILITY = (8, 9)
 MAX_GRID_ROWS = 65_535  # CUDA's limit on a grid's third dimension
 
@@ -161,11 +160,6 @@ def choose_backend(backend: str, inputs: DecodeInputs) -> str:
 def _check_gpu_limits(backend: str, inputs: DecodeInputs) -> None:
     """Refuse what contract and CPU know and the Triton kernels do not."""
     problem = inputs.problem
-    if max(problem.head_dim, problem.v_head_dim) > TRITON_MAX_HEAD_DIM:
-        raise UnsupportedError(
-            f"k_cache: backend {backend} supports head_dim up to {TRITON_MAX_HEAD_DIM}, got {problem.head_dim}; "
-            "supported at this size: CPU tensors on backend cpu"
-        )
     if compute_dtype(problem.q_dtype, problem.kv_dtype) == "f32":
         for name in ("k_cache", "v_cache") + (("q",) if problem.head_dim != problem.v_head_dim else ()):
             check_vector_layout(name, getattr(inputs, name))

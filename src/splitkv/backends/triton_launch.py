@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..plan import DecodePlan
 from ..problem import Q_DTYPES
-from ..tiles import TileConfig
+from ..tiles import TileConfig, column_blocks
 from .triton_merge import merge_kernel
 from .triton_prepared import KernelCall, TritonLaunch, on_device
 from .triton_split import split_kernel
@@ -152,6 +152,8 @@ def tile_arguments(
     """What the kernels that read the cache take besides."""
     problem, tile = plan.problem, plan.tile
     q_steps, k_steps, v_steps, mask_steps = steps(q, 3), steps(k_cache, 3), steps(v_cache, 3), steps(mask, 4)
+    block_d, rest_d = column_blocks(problem.head_dim)
+    v_in_k = rest_d > 0 and k_cache.data_ptr() == v_cache.data_ptr() and k_steps == v_steps
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.int8)  # Triton has no pointer to bool to load bytes from
     return dict(
@@ -180,7 +182,9 @@ def tile_arguments(
         scale=softmax_scale if isinstance(k_scale, Tensor) else softmax_scale * k_scale,
         softcap=softcap,
         D=problem.head_dim,
-        BLOCK_D=triton.next_power_of_2(problem.head_dim),
+        BLOCK_D=block_d,
+        REST_D=rest_d,
+        V_IN_K=v_in_k,
         BLOCK_DV=triton.next_power_of_2(problem.v_head_dim),
         BLOCK_M=tile.block_m,
         TILE_M=tile.tile_m,
@@ -190,7 +194,7 @@ def tile_arguments(
         HAS_SOFTCAP=softcap > 0.0,
         MASK="none" if mask is None else "bool" if mask.dtype == torch.int8 else "additive",
         COMPUTE=TRITON_DTYPES[tile.compute],
-        NUM_STAGES=tile.num_stages,
+        NUM_STAGES=tile.num_stages + (tile.v_in_k_stages if v_in_k else 0),
     )
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .triton_launch import on_device, steps
 
-TILE_ELEMENTS = 4096
-"""Elements of K (or V) that a block of four warps moves at once: 32 in each thread."""
+TILE_ELEMENTS = 2048
+"""Elements of K (or V) that a block of four warps moves at once: 16 in each thread."""
 TILES_ALONE = 8
 """A row of at most this many tiles is one block's, which then moves the length on as well: one launch for decode."""
 
@@ -97,13 +97,12 @@ def append_kernel(
     HAS_V_SCALES: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows given x blocks). A block stores `pairs_per_block` (token, KV head) pairs of one row."""
-    program = tl.program_id(0).to(tl.int64)
-    i = program // blocks
+    i = (tl.program_id(0) // blocks).to(tl.int64)
     row, is_row, start, wanted, count = row_span(i, rows, seq_lens, lens, bounds, n, batch, capacity, HAS_ROWS,
                                                  HAS_LENS, HAS_BOUNDS)  # fmt: skip
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    begin = (program % blocks) * pairs_per_block
+    begin = (tl.program_id(0) % blocks).to(tl.int64) * pairs_per_block
     end = tl.minimum(begin + pairs_per_block, count * NUM_KV_HEADS)
     for first in range(begin, end, TILE):
         pair = first + tl.arange(0, TILE)
@@ -173,8 +172,8 @@ def append(
     given, n, num_kv_heads, head_dim = k.shape
     v_head_dim = v.shape[-1]
     block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
-    tile = max(TILE_ELEMENTS // max(block_d, block_dv), 1)
     pairs = n * num_kv_heads
+    tile = min(max(TILE_ELEMENTS // max(block_d, block_dv), 1), triton.next_power_of_2(pairs))
     alone = pairs <= TILES_ALONE * tile
     blocks = 1 if alone else triton.cdiv(pairs, tile)
     mantissa, bias, largest = FP8_FORMATS.get(k_cache.dtype, NO_FP8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from helpers import NAN
+from helpers import NAN, same_bits
 from torch import Tensor
 
 from splitkv import ContiguousKVCache, PagedKVCache
@@ -61,3 +61,20 @@ def held(cache: Cache, row: int, length: int | None = None) -> tuple[Tensor, Ten
         return cache.k_cache[row, :length], cache.v_cache[row, :length]
     pages = cache.block_table[row, : -(-length // cache.page_size)].long()
     return tuple(pool[pages].flatten(0, 1)[:length] for pool in (cache.k_cache, cache.v_cache))  # type: ignore[return-value]
+
+
+def make(kind: str, batch: int, capacity: int, **options: Any) -> Cache:
+    """A cache of that kind whose rows all have room for `capacity` tokens."""
+    if kind == "contiguous":
+        return contiguous(batch, capacity, **options)
+    _, size, *layout = kind.split()
+    cache = paged(batch, -(-capacity // int(size)), int(size), layout=layout[0] if layout else "NHD", **options)
+    for row in range(batch):
+        cache.reserve(row, capacity)
+    return cache
+
+
+def assert_holds(cache: Cache, row: int, k: Tensor, v: Tensor) -> None:
+    assert cache.seq_lens[row] == len(k)
+    for got, want in zip(held(cache, row), (k, v), strict=True):
+        assert same_bits(got, want), f"row {row}"

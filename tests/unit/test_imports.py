@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "attention": {*PURE, "checks", "device_checks", "backends", "prepared"},
     "decode_loop": {*PURE, "checks", "device_checks", "prepared", "attention"},
     "ops": {*PURE, "checks", "attention"},  # attention reaches the operator as torch.ops.splitkv
-    "cache": {*PURE, "checks"},
+    "cache": {*PURE, "checks", "device_checks", "backends"},
     "models": PUBLIC,
     "integrations": PUBLIC,
     "bench": {*PUBLIC, "cache", "models", "integrations"},

@@ -57,11 +57,12 @@ def register(name: str = NAME) -> None:
     """
     if not isinstance(name, str):
         raise TypeError(f"name: expected a str, got {type(name).__name__}")
-    taken = AttentionInterface._global_mapping.get(name, attention)
-    if not name.isidentifier() or taken is not attention:
+    functions = {AttentionInterface: attention, AttentionMaskInterface: decode_mask}
+    taken = any(kind._global_mapping.get(name, ours) is not ours for kind, ours in functions.items())
+    if taken or not name.isidentifier():
         raise ValueError(f"name: expected an identifier that transformers does not use itself, got {name!r}")
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, decode_mask)
+    for kind, ours in functions.items():
+        kind.register(name, ours)
 
 
 def decode_mask(

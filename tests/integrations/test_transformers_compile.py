@@ -1,0 +1,67 @@
+"""The decode step under torch.compile: one graph, the eager step's logits, whatever the length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from zoo import build, generate, prompt
+
+CAPACITY = 64
+
+
+def decode_steps(model: Any, forward: Any, ids: Tensor, padding: Tensor | None, steps: int = 4) -> Tensor:
+    """Logits of greedy steps after a prefill, over a static cache."""
+    cache = transformers.StaticCache(config=model.config, max_cache_len=CAPACITY)
+    with torch.no_grad():
+        logits = [model(ids, attention_mask=padding, past_key_values=cache).logits[:, -1:]]
+        for step in range(steps):
+            mask = None
+            if padding is not None:
+                mask = torch.zeros(ids.shape[0], CAPACITY, dtype=torch.long)
+                mask[:, : ids.shape[1]], mask[:, ids.shape[1] : ids.shape[1] + step + 1] = padding, 1
+            token = logits[-1].argmax(-1)
+            logits.append(forward(token, attention_mask=mask, past_key_values=cache).logits)
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("padded", (False, True), ids=("unpadded", "left-padded"))
+@pytest.mark.parametrize("name", ("llama", "qwen3.5", "mistral-window", "gpt-oss"))
+def test_a_compiled_step_is_one_graph_with_eagers_logits(name: str, padded: bool) -> None:
+    model, ids = build(name), prompt(12, batch=2)
+    padding = None
+    if padded:
+        padding = torch.ones_like(ids)
+        padding[0, :5] = 0
+    model.set_attn_implementation("eager")
+    want = decode_steps(model, model, ids, padding)
+    model.set_attn_implementation("splitkv")
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model.forward, fullgraph=True, backend=backend)
+    got = decode_steps(model, compiled, ids, padding)
+    assert (got - want).abs().max() <= 5e-5
+    assert all("splitkv.decode_attention" in graph.code for graph in graphs)
+    if name in ("llama", "qwen3.5"):  # transformers' static window layers guard on their length
+        assert len(graphs) == 1
+
+
+def test_generate_compiles_its_decode_step() -> None:
+    model, ids = build("qwen3"), prompt(20, batch=2)
+    want, _ = generate(model, "eager", ids, cache_implementation="static", max_new_tokens=8)
+    config = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    got, _ = generate(model, "splitkv", ids, cache_implementation="static", max_new_tokens=8, compile_config=config)
+    assert torch.equal(got, want)
+    assert counters["stats"]["unique_graphs"] == 1

@@ -10,7 +10,6 @@ to torch's SDPA, or to the same sum in blocks of queries where a softcap or sink
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,31 +22,18 @@ try:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
     from transformers.utils.import_utils import is_tracing
+
+    from .transformers_cache import MAX_DECODE_QUERIES, SplitKVCache, StoredKV, stored_behind
 except ImportError as error:
     raise ImportError(
         "splitkv.integrations.transformers: expected transformers 5.16 or later (pip install 'splitkv[transformers]' "
         f"brings it), got: {error}"
     ) from error
 
+__all__ = ["SplitKVCache", "register"]
+
 NAME = "splitkv"
-MAX_DECODE_QUERIES = 16  # the longest q_len of decode_attention
-STORED = "splitkv_stored"  # attribute of a key tensor whose rows lie in one of our caches
 PREFILL_BLOCK_BYTES = 128 * 2**20  # scores of one block of queries, float32
-
-
-@dataclass(frozen=True)
-class StoredKV:
-    """What `decode_attention` needs of a cache that a model hands on as plain key and value tensors.
-
-    k_cache, v_cache: [batch, capacity, num_kv_heads, head_dim], or with block_table pages of it. k_scale, v_scale:
-    what stored rows are multiplied by.
-    """
-
-    k_cache: Tensor
-    v_cache: Tensor
-    block_table: Tensor | None = None
-    k_scale: Tensor | float | None = None
-    v_scale: Tensor | float | None = None
 
 
 def register(name: str = NAME) -> None:
@@ -149,6 +135,9 @@ def attention(
             f"{tuple(attention_mask.shape)}: this model changes masks, use attn_implementation='sdpa'"  # type: ignore[union-attr]
         )
     sinks = None if s_aux is None else s_aux.reshape(-1).float()
+    stored = stored_behind(key)
+    if stored is not None and not bounds and query.shape[2] > 1:
+        key, value = stored.dense(key.shape[2], query.dtype)
     if bounds or query.shape[2] == 1:
         out = _decode(query, key, value, attention_mask, bounds, scaling, softcap, sinks, position_bias)
     elif softcap is None and sinks is None:
@@ -236,9 +225,7 @@ def _decode(
     position_bias: Tensor | None,
 ) -> Tensor:
     """decode_attention over [batch, keys, heads, head_dim] views of the cache."""
-    stored = getattr(key, STORED, None)
-    if stored is None:
-        stored = StoredKV(key.transpose(1, 2), value.transpose(1, 2))
+    stored = stored_behind(key) or StoredKV(key.transpose(1, 2), value.transpose(1, 2))
     seq_lens: Tensor | int = key.shape[2]
     starts, mask = None, position_bias
     if bounds:
@@ -251,6 +238,10 @@ def _decode(
             starts, seq_lens = _bounds_of(mask, query.shape[0])
         if position_bias is not None:
             mask = position_bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else position_bias + mask
+    if stored.seq_lens is not None:
+        seq_lens = stored.seq_lens  # the device's, which moves on in a captured graph too
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask, (0, stored.capacity - mask.shape[-1]))
     q = query.transpose(1, 2)
     return decode_attention(  # type: ignore[return-value]
         q if q.stride(-1) == 1 else q.contiguous(),
@@ -259,6 +250,7 @@ def _decode(
         seq_lens,
         block_table=stored.block_table,
         softmax_scale=scaling,
+        window=stored.window,
         softcap=softcap,
         sinks=sinks,
         starts=starts,

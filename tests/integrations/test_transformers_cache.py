@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from zoo import ZOO, audit_flip, build, exactly, generate, prompt
+from transformers_zoo import ZOO, audit_flip, build, exactly, generate, prompt
 
 import splitkv
 from splitkv.integrations.transformers import SplitKVCache
@@ -200,3 +200,18 @@ def test_layers_that_are_not_known_are_refused() -> None:
     cache = SplitKVCache(build("llama").config, 9)
     with pytest.raises(splitkv.UnsupportedError, match="offloading"):
         cache.layers[0].offload()
+
+
+def test_a_mask_over_keys_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its length is the capture's, and every replay would hide what came since."""
+    from splitkv.integrations import transformers as integration
+
+    model, ids = build("llama"), prompt(20, batch=2)
+    model.set_attn_implementation("splitkv")
+    cache = SplitKVCache(model.config, 40)
+    with torch.no_grad():
+        token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        monkeypatch.setattr(integration, "is_tracing", lambda *_: True)
+        model(token, past_key_values=cache)
+        with pytest.raises(splitkv.UnsupportedError, match="attention_mask: supported in the capture"):
+            model(token, attention_mask=padding_of(torch.ones(2, 22)).bool(), past_key_values=cache)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from zoo import build, generate, prompt
+from transformers_zoo import build, generate, prompt
 
 CAPACITY = 64
 

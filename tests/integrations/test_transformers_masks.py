@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_causal_mask_function
-from zoo import build, prompt
+from transformers_zoo import build, prompt
 
 import splitkv
 from splitkv.integrations.transformers import attention, decode_mask, register

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from zoo import ZOO, audit_flip, build, exactly, generate, prompt
+from transformers_zoo import ZOO, audit_flip, build, exactly, generate, prompt
 
 FLIP_MARGIN = 1e-4  # float32 runs of these models part by 1e-5 in their logits
 LOGIT_TOLERANCE = 5e-5

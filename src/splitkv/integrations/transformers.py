@@ -136,8 +136,14 @@ def attention(
         )
     sinks = None if s_aux is None else s_aux.reshape(-1).float()
     stored = stored_behind(key)
-    if stored is not None and not bounds and query.shape[2] > 1:
-        key, value = stored.dense(key.shape[2], query.dtype)
+    if stored is not None and not bounds:
+        if attention_mask is not None and is_tracing():
+            raise UnsupportedError(
+                "attention_mask: supported in the capture of a step over SplitKVCache is None, as every replay would use "
+                f"the mask of this length, got shape {tuple(attention_mask.shape)}"
+            )
+        if query.shape[2] > 1:
+            key, value = stored.dense(key.shape[2], query.dtype)
     if bounds or query.shape[2] == 1:
         out = _decode(query, key, value, attention_mask, bounds, scaling, softcap, sinks, position_bias)
     elif softcap is None and sinks is None:
@@ -178,12 +184,12 @@ def _refuse(query: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
 def _window(mask_function: Callable, local_size: int | None) -> int | None:
     """0 for a plain causal mask, n for causal within the last n keys, None for any other mask.
 
-    The window's function is a closure, told by its parts; while tracing, where those cannot be read, it counts as
+    The window's function is a closure, told by its parts; under torch.compile, which cannot read them, it counts as
     another mask.
     """
     if mask_function is causal_mask_function:
         return 0
-    if local_size is None or is_tracing():
+    if local_size is None or torch.compiler.is_compiling():
         return None
     return local_size if _parts(mask_function) == _parts(sliding_window_causal_mask_function(local_size)) else None
 

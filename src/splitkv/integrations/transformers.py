@@ -24,13 +24,14 @@ try:
     from transformers.utils.import_utils import is_tracing
 
     from .transformers_cache import MAX_DECODE_QUERIES, SplitKVCache, StoredKV, stored_behind
+    from .transformers_latent import absorb_latents, absorbed_query, expand, is_absorbed, joined, projected
 except ImportError as error:
     raise ImportError(
         "splitkv.integrations.transformers: expected transformers 5.16 or later (pip install 'splitkv[transformers]' "
         f"brings it), got: {error}"
     ) from error
 
-__all__ = ["SplitKVCache", "register"]
+__all__ = ["SplitKVCache", "absorb_latents", "register"]
 
 NAME = "splitkv"
 PREFILL_BLOCK_BYTES = 128 * 2**20  # scores of one block of queries, float32
@@ -135,17 +136,26 @@ def attention(
             f"{tuple(attention_mask.shape)}: this model changes masks, use attn_implementation='sdpa'"  # type: ignore[union-attr]
         )
     sinks = None if s_aux is None else s_aux.reshape(-1).float()
-    stored = stored_behind(key)
-    if stored is not None and not bounds:
-        if attention_mask is not None and is_tracing():
-            raise UnsupportedError(
-                "attention_mask: supported in the capture of a step over SplitKVCache is None, as every replay would use "
-                f"the mask of this length, got shape {tuple(attention_mask.shape)}"
-            )
-        if query.shape[2] > 1:
+    stored, absorbed = stored_behind(key), is_absorbed(module)
+    if stored is not None and attention_mask is not None and not bounds and is_tracing():
+        raise UnsupportedError(
+            "attention_mask: supported in the capture of a step over SplitKVCache is None, as a replay would use this "
+            f"length's mask again, got shape {tuple(attention_mask.shape)}"
+        )
+    decodes = bounds or query.shape[2] == 1
+    if not decodes:
+        if stored is not None:
             key, value = stored.dense(key.shape[2], query.dtype)
-    if bounds or query.shape[2] == 1:
-        out = _decode(query, key, value, attention_mask, bounds, scaling, softcap, sinks, position_bias)
+            if absorbed:
+                key, value = key.split((value.shape[3], key.shape[3] - value.shape[3]), dim=-1)
+        if absorbed:
+            key, value = expand(module, key, value)
+    if decodes:
+        if stored is None:
+            stored = joined(key, value) if absorbed else StoredKV(key.transpose(1, 2), value.transpose(1, 2))
+        query = absorbed_query(module, query) if absorbed else query
+        out = _decode(query, stored, key.shape[2], attention_mask, bounds, scaling, softcap, sinks, position_bias)
+        out = projected(module, out) if absorbed else out
     elif softcap is None and sinks is None:
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, position_bias=position_bias
@@ -221,8 +231,8 @@ def _left_padding(attention_mask: Tensor, end: int | Tensor) -> Tensor | int | N
 
 def _decode(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    stored: StoredKV,
+    keys: int,
     attention_mask: Tensor | None,
     bounds: bool,
     scaling: float | None,
@@ -230,9 +240,8 @@ def _decode(
     sinks: Tensor | None,
     position_bias: Tensor | None,
 ) -> Tensor:
-    """decode_attention over [batch, keys, heads, head_dim] views of the cache."""
-    stored = stored_behind(key) or StoredKV(key.transpose(1, 2), value.transpose(1, 2))
-    seq_lens: Tensor | int = key.shape[2]
+    """decode_attention over the first `keys` rows that are stored, as far as the mask shows them."""
+    seq_lens: Tensor | int = keys
     starts, mask = None, position_bias
     if bounds:
         seq_lens = attention_mask[:, 0, 0, -1].contiguous()  # type: ignore[index]

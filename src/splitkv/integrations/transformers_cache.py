@@ -68,36 +68,69 @@ def stored_behind(key: Tensor) -> StoredKV | None:
     return getattr(key, _STORED, None)
 
 
+class _Latents:
+    """Stores whose values are the first columns of their keys, as latent attention has them: one tensor for both.
+
+    `append` takes them as keys and as values all the same, and writes those columns twice with the same bytes.
+    """
+
+    def _allocate(self: Any, outer: int, tokens: int, *, heads_first: bool = False) -> tuple[Tensor, Tensor]:
+        k_cache = torch.empty((outer, tokens, 1, self.head_dim), dtype=self.dtype, device=self.device)
+        return k_cache, k_cache[..., : self.v_head_dim]
+
+    @property
+    def bytes(self: Any) -> int:
+        """Bytes of K, which V lies in."""
+        return self.k_cache.numel() * self.k_cache.element_size()
+
+
+class LatentRows(_Latents, ContiguousKVCache):
+    pass
+
+
+class LatentPages(_Latents, PagedKVCache):
+    pass
+
+
 class SplitKVLayer(CacheLayerMixin):
     """One attention layer's rows; see SplitKVCache. The store is made at the first update, which knows the shapes."""
 
     is_sliding = False  # rows before a window stay in place, so one set of lengths fits all layers
     is_croppable = True
 
-    def __init__(self, max_length: int, window: int, page_size: int | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        max_length: int,
+        *,
+        window: int = 0,
+        page_size: int | None = None,
+        latent_dims: tuple[int, int] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
-        self.max_length, self.window, self.page_size, self.options = max_length, window, page_size, options
+        self.max_length, self.window, self.page_size = max_length, window, page_size
+        self.latent_dims, self.options = latent_dims, options
         self.store: ContiguousKVCache | PagedKVCache | None = None
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate rows for keys like these: [batch, num_kv_heads, n, head_dim]."""
         batch, num_kv_heads, _, head_dim = key_states.shape
+        v_head_dim = value_states.shape[-1]
         self.dtype, self.device = key_states.dtype, key_states.device
-        options = {"dtype": self.dtype} | self.options | {"v_head_dim": value_states.shape[-1], "device": self.device}
+        self.is_latent = num_kv_heads == 1 and (head_dim, v_head_dim) == self.latent_dims
+        if self.is_latent:
+            head_dim, v_head_dim = head_dim + v_head_dim, head_dim
+        options = {"dtype": self.dtype} | self.options | {"device": self.device}
+        options |= dict(num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
         if self.page_size is None:
-            self.store = ContiguousKVCache(batch, self.max_length, num_kv_heads, head_dim, **options)
+            rows = LatentRows if self.is_latent else ContiguousKVCache
+            self.store = rows(batch, self.max_length, **options)
         else:
             pages = -(-self.max_length // self.page_size)
-            self.store = PagedKVCache(
-                batch * pages,
-                self.page_size,
-                num_kv_heads,
-                head_dim,
-                max_batch=batch,
-                max_pages_per_row=pages,
-                **options,
-            )
+            pool = LatentPages if self.is_latent else PagedKVCache
+            options |= dict(max_batch=batch, max_pages_per_row=pages)
+            self.store = pool(batch * pages, self.page_size, **options)
             for row in range(batch):
                 self.store.reserve(row, self.max_length)
         self.is_initialized = True
@@ -118,17 +151,20 @@ class SplitKVLayer(CacheLayerMixin):
                 f"past_key_values: expected up to {self.max_length} tokens (SplitKVCache's max_length), got {new} more "
                 f"than {before}"
             )
-        store.append(key_states.transpose(1, 2), value_states.transpose(1, 2))
+        k, v = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        store.append(*((torch.cat((k, v), dim=-1), k) if self.is_latent else (k, v)))
         self.length += new
         if before == 0 and new > MAX_DECODE_QUERIES:
             return key_states, value_states
         stored = StoredKV(**store.arguments(), window=self.window)
         unscaled = all(isinstance(scale, float) and scale == 1.0 for scale in (store.k_scale, store.v_scale))
-        plain = self.page_size is None and store.dtype == self.dtype and unscaled
-        key, value = (
-            cache[:, : self.length].transpose(1, 2) if plain else self._stand_in(cache)
-            for cache in (store.k_cache, store.v_cache)
-        )
+        k, v = store.k_cache, store.v_cache
+        if self.is_latent:
+            k, v = v, k[..., v.shape[-1] :]
+        if self.page_size is None and store.dtype == self.dtype and unscaled:
+            key, value = (cache[:, : self.length].transpose(1, 2) for cache in (k, v))
+        else:
+            key, value = self._stand_in(k), self._stand_in(v)
         setattr(key, _STORED, stored)
         return key, value
 
@@ -222,13 +258,19 @@ class SplitKVCache(Cache):
                 f"config: supported layer types are {', '.join((*ATTENTION_LAYERS, *STATE_LAYERS))}, got "
                 f"{', '.join(unknown)}; use transformers' own caches"
             )
-        options: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
+        options: dict[str, Any] = {"page_size": page_size, "k_scale": k_scale, "v_scale": v_scale}
+        if getattr(text, "kv_lora_rank", None) and getattr(text, "qk_rope_head_dim", None):
+            options["latent_dims"] = (text.kv_lora_rank, text.qk_rope_head_dim)
+            if not (k_scale is v_scale or (isinstance(k_scale, float) and k_scale == v_scale)):
+                raise UnsupportedError(
+                    f"v_scale: supported for latents, whose values lie in the keys, is k_scale {k_scale}, got {v_scale}"
+                )
         if dtype is not None:
             options["dtype"] = dtype
         windows = {"sliding_attention": sizes.get("sliding_window", 0)}
         super().__init__(
             layers=[
-                SplitKVLayer(max_length, windows.get(kind, 0), page_size, options)
+                SplitKVLayer(max_length, window=windows.get(kind, 0), **options)
                 if kind in ATTENTION_LAYERS
                 else LinearAttentionLayer(number_of_states=sizes.get("number_of_states", 1))
                 for kind in kinds

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.masking_utils import sdpa_mask
 
 VOCAB = 256
 COMMON: dict[str, Any] = dict(
@@ -114,14 +115,48 @@ def generate(model: Any, implementation: str, ids: Tensor, **options: Any) -> tu
     return result.sequences[:, ids.shape[1] :], torch.stack(result.logits, 1)
 
 
+def float64_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention written out, in the tensors' own dtype; a query that sees nothing gets 0. The mask is bool."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    logits = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    weights = logits.masked_fill(~attention_mask, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if s_aux is not None:
+        total = total + s_aux.view(1, -1, 1, 1).exp()
+    return (weights @ value / total.clamp_min(torch.finfo(total.dtype).tiny)).transpose(1, 2).contiguous(), None
+
+
+def bool_mask(**arguments: Any) -> Tensor:
+    return sdpa_mask(**arguments | {"allow_is_causal_skip": False})
+
+
 def exactly(model: Any, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """Logits [batch, tokens, vocab] of the same weights in float64 by eager attention, without a cache."""
-    config = copy.deepcopy(model.config)
-    options = dict(attn_implementation="eager", experts_implementation="eager")
-    exact = type(model)._from_config(config, dtype=torch.float64, **options).eval()
+    """Logits [batch, tokens, vocab] of the same weights in float64, without a cache.
+
+    Attention is the function above; transformers computes norms and rotations in float32 whatever the model's dtype.
+    """
+    transformers.AttentionInterface.register("float64", float64_attention)
+    transformers.AttentionMaskInterface.register("float64", bool_mask)
+    options = dict(attn_implementation="float64", experts_implementation="eager")
+    exact = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.float64, **options).eval()
     exact.load_state_dict(model.state_dict())
     with torch.no_grad():
-        return exact(ids, attention_mask=attention_mask, use_cache=False).logits
+        logits = exact(ids, attention_mask=attention_mask, use_cache=False).logits
+    assert logits.dtype == torch.float64 and logits.isfinite().all()
+    return logits
 
 
 def audit_flip(model: Any, ids: Tensor, got: Tensor, want: Tensor, attention_mask: Tensor | None = None) -> float:

@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers_zoo import ZOO, audit_flip, build, exactly, generate, prompt
+from transformers_zoo import COMMON, ZOO, audit_flip, build, exactly, generate, prompt
 
 import splitkv
-from splitkv.integrations.transformers import SplitKVCache
-from splitkv.integrations.transformers_cache import SplitKVLayer, stored_behind
+from splitkv.integrations.transformers import SplitKVCache, attention
+from splitkv.integrations.transformers_cache import SplitKVLayer, StoredKV, stored_behind
 
 PAGES = (None, 5)
 SCALES = torch.tensor([0.5, 2.0])
@@ -23,6 +23,12 @@ def padding_of(ids: Tensor) -> Tensor:
     mask = torch.ones_like(ids)
     mask[0, :9], mask[1, :2] = 0, 0
     return mask
+
+
+def stored(cache: SplitKVCache, rows: Tensor) -> StoredKV:
+    found = stored_behind(*cache.update(rows, rows, 0))
+    assert found is not None
+    return found
 
 
 def attention_layers(cache: SplitKVCache) -> list[SplitKVLayer]:
@@ -136,9 +142,9 @@ def test_reorder_moves_rows_of_pages_and_of_bytes() -> None:
             cache = SplitKVCache(build("llama").config, 12, page_size=page_size, dtype=dtype)
             rows = torch.randn(3, 1, 7, 16, generator=torch.Generator().manual_seed(0))
             cache.update(rows, 2 * rows, 0)
-            before = stored_behind(cache.update(rows[:, :, :1], rows[:, :, :1], 0)[0]).dense(8, torch.float32)
+            before = stored(cache, rows[:, :, :1]).dense(8, torch.float32)
             cache.reorder_cache(order)
-            after = stored_behind(cache.update(rows[:, :, :1], rows[:, :, :1], 0)[0]).dense(8, torch.float32)
+            after = stored(cache, rows[:, :, :1]).dense(8, torch.float32)
             assert all(torch.equal(a, b[order]) for a, b in zip(after, before, strict=True))
 
 
@@ -215,3 +221,38 @@ def test_a_mask_over_keys_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatc
         model(token, past_key_values=cache)
         with pytest.raises(splitkv.UnsupportedError, match="attention_mask: supported in the capture"):
             model(token, attention_mask=padding_of(torch.ones(2, 22)).bool(), past_key_values=cache)
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize("window", (0, 7))
+def test_a_replayed_step_goes_by_the_devices_lengths(window: int, page_size: int | None) -> None:
+    """A graph's replay appends to the store and reads it with the arguments of its capture."""
+    generator = torch.Generator().manual_seed(0)
+    query, rows = torch.randn(2, 4, 1, 16, generator=generator), torch.randn(2, 2, 30, 16, generator=generator)
+    layer = SplitKVLayer(40, window=window, page_size=page_size)
+    module = torch.nn.Identity()
+    key, value = layer.update(rows[:, :, :12], rows[:, :, :12].neg())  # the capture
+    for length in range(13, 31):
+        layer.store.append(rows[:, :, length - 1].clone(), -rows[:, :, length - 1].clone())  # type: ignore[union-attr]
+        got, _ = attention(module, query, key, value, None)
+        cache = rows.transpose(1, 2)
+        want = splitkv.reference_attention(query[:, :, 0], cache, -cache, length, window=window)
+        assert (got[:, 0] - want).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+def test_a_model_that_changes_what_the_cache_returned(page_size: int | None) -> None:
+    """DiffLlama joins the halves of its values after the cache: they are then not what is stored."""
+    torch.manual_seed(0)
+    config = transformers.DiffLlamaConfig(**COMMON)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    ids, cache = prompt(20, batch=2), SplitKVCache(config, 50, page_size=page_size)
+    if page_size is None:
+        want, _ = generate(model, "eager", ids)
+        got, _ = generate(model, "splitkv", ids, past_key_values=cache)
+        assert torch.equal(got, want)
+    else:
+        with pytest.raises(
+            splitkv.UnsupportedError, match="past_key_values: DiffLlamaAttention changes keys or values"
+        ):
+            generate(model, "splitkv", ids, past_key_values=cache)

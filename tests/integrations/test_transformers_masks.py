@@ -23,7 +23,8 @@ def padding(*rows: str) -> Tensor:
 
 def bounds(**arguments: Any) -> list[list[int]]:
     answer = decode_mask(**arguments)
-    assert answer is not None and answer.dtype == torch.int32 and answer.shape[1:3] == (1, 1)
+    assert answer is not None and answer.dtype == torch.int32 and answer.shape[1:3] == (1, 17)
+    assert (answer == answer[:, :, :1]).all()
     return answer[:, 0, 0].tolist()
 
 
@@ -167,11 +168,10 @@ def test_position_bias_is_added(mask: Tensor | None) -> None:
         (dict(indices=torch.zeros(1)), splitkv.UnsupportedError, "indices: expected None.*sparse attention"),
         (dict(block_indices=torch.zeros(1)), splitkv.UnsupportedError, "block_indices: expected None"),
         (dict(attention_mask=torch.ones(2, 1, 1, 20, dtype=torch.int64)), TypeError, "mask: expected dtype.*int64"),
-        (
-            dict(attention_mask=torch.ones(2, 1, 1, 20, dtype=torch.int32)),
-            ValueError,
-            "attention_mask: expected a bool",
-        ),
+        (dict(attention_mask=torch.ones(2, 1, 1, 20, dtype=torch.int32)), ValueError, "attention_mask: expected bool"),
+        (dict(attention_mask=torch.ones(2, 1, 17, 20, dtype=torch.int32)), ValueError, "attention_mask: expected bool"),
+        (dict(attention_mask=torch.ones(2, 1, 17, 20)), ValueError, r"attention_mask: expected bool.*\(2, 1, 17, 20\)"),
+        (dict(attention_mask=torch.ones(2, 20)), ValueError, r"attention_mask: expected bool.*\(2, 20\)"),
         (dict(attention_mask=torch.ones(2, 1, 1, 19, dtype=torch.bool)), ValueError, "mask: expected a shape"),
     ],
 )

@@ -2,7 +2,7 @@
 
 Two functions under one name. `decode_mask` is asked first, once per forward and kind of layer: for up to 16 queries
 that see all keys before them (causal, or one query under a window; left padding too) it answers with each row's
-bounds, an int32 tensor [batch, 1, 1, 1 or 2], instead of a mask over all keys; for everything else with sdpa's mask.
+bounds, an int32 tensor [batch, 1, 17, 1 or 2], instead of a mask over all keys; for everything else with sdpa's mask.
 `attention` then runs in every layer: bounds, or a single query, go to `decode_attention`; the rest is prefill and goes
 to torch's SDPA, or to the same sum in blocks of queries where a softcap or sinks rule SDPA out.
 """
@@ -34,6 +34,7 @@ except ImportError as error:
 __all__ = ["SplitKVCache", "absorb_latents", "register"]
 
 NAME = "splitkv"
+BOUNDS_ROWS = MAX_DECODE_QUERIES + 1  # of bounds; a model that combines them with a mask gets no valid mask out of it
 PREFILL_BLOCK_BYTES = 128 * 2**20  # scores of one block of queries, float32
 
 
@@ -67,11 +68,11 @@ def decode_mask(
 ) -> Tensor | None:
     """Bounds of what each row sees, where that is all there is to say; else what sdpa's mask function returns.
 
-    Bounds are int32 [batch, 1, 1, 1]: the number of valid keys, or [batch, 1, 1, 2]: the first visible key and the
-    number of valid keys, counted in the key tensor that the layer will get. Arguments are those that transformers
-    passes: q_offset, tokens before this forward's first, is a live 0-d tensor for static caches. attention_mask is
-    the 2-D padding mask. Where values are at hand a padding mask that is not left padding alone is found out (as
-    sdpa does: one synchronisation); in a trace it always becomes sdpa's mask.
+    Bounds are int32 [batch, 1, 17, 1]: the number of valid keys, or [batch, 1, 17, 2]: the first visible key and the
+    number of valid keys, counted in the key tensor that the layer will get; 17 times the same. Arguments are those
+    that transformers passes: q_offset, tokens before this forward's first, is a live 0-d tensor for static caches.
+    attention_mask is the 2-D padding mask. Where values are at hand a padding mask that is not left padding alone is
+    found out (as sdpa does: one synchronisation); in a trace it always becomes sdpa's mask.
     """
     window = _window(mask_function, local_size)
     bounded = window is not None and q_length <= MAX_DECODE_QUERIES and (window == 0 or q_length == 1)
@@ -100,9 +101,10 @@ def decode_mask(
     elif isinstance(first, int):
         if q_length == 1 and allow_is_causal_skip and isinstance(end, int) and end - kv_offset == kv_length:
             return None  # one query that sees every key it is given
-        return ends[:, None, None, None]
+        return ends.view(-1, 1, 1, 1).expand(-1, 1, BOUNDS_ROWS, 1)
     starts = (first - kv_offset).clamp(min=0).to(torch.int32)
-    return torch.stack((starts, ends)).T[:, None, None, :]  # batch innermost, so each half is a contiguous vector
+    both = torch.stack((starts, ends))  # batch innermost, so each half is a contiguous vector
+    return both.T[:, None, None].expand(-1, 1, BOUNDS_ROWS, 2)
 
 
 def attention(
@@ -129,14 +131,14 @@ def attention(
     decode_attention raises.
     """
     _refuse(query, dropout, kwargs)
-    bounds = attention_mask is not None and attention_mask.dtype == torch.int32
-    if bounds and (attention_mask.ndim != 4 or attention_mask.shape[-1] > 2):  # type: ignore[union-attr]
-        raise ValueError(
-            "attention_mask: expected a bool or floating mask, or decode_mask's bounds as they are, got int32 of shape "
-            f"{tuple(attention_mask.shape)}: this model changes masks, use attn_implementation='sdpa'"  # type: ignore[union-attr]
-        )
+    bounds = attention_mask is not None and _check_mask(attention_mask, query)
     sinks = None if s_aux is None else s_aux.reshape(-1).float()
-    stored, absorbed = stored_behind(key), is_absorbed(module)
+    stored, absorbed = stored_behind(key, value), is_absorbed(module)
+    if stored is None and (key.is_meta or value.is_meta) and not query.is_meta:
+        raise UnsupportedError(
+            f"past_key_values: {type(module).__name__} changes keys or values after the cache; supported for it is a "
+            "SplitKVCache without pages and scales, in the model's dtype, got another one"
+        )
     if stored is not None and attention_mask is not None and not bounds and is_tracing():
         raise UnsupportedError(
             "attention_mask: supported in the capture of a step over SplitKVCache is None, as a replay would use this "
@@ -166,6 +168,22 @@ def attention(
     else:
         raise UnsupportedError("position_bias: supported without softcap and sinks, got it with one of them")
     return out, None
+
+
+def _check_mask(attention_mask: Tensor, query: Tensor) -> bool:
+    """Whether these are bounds. Raises ValueError for what is neither bounds nor a mask of these queries."""
+    shape = tuple(attention_mask.shape)
+    bounds = attention_mask.dtype == torch.int32
+    fits = len(shape) == 4 and (
+        shape[2] == BOUNDS_ROWS and shape[3] <= 2 if bounds else shape[2] in (1, query.shape[2])
+    )
+    if not fits:
+        raise ValueError(
+            f"attention_mask: expected bool or floating [batch, heads, {query.shape[2]}, keys], or decode_mask's "
+            f"bounds as they are, got {attention_mask.dtype} of shape {shape}; for a model that changes masks use "
+            "attn_implementation='sdpa'"
+        )
+    return bounds
 
 
 def _refuse(query: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -63,9 +63,10 @@ class StoredKV:
         return rows.to(dtype).transpose(1, 2)
 
 
-def stored_behind(key: Tensor) -> StoredKV | None:
-    """The StoredKV that a layer of SplitKVCache put on the key tensor it returned."""
-    return getattr(key, _STORED, None)
+def stored_behind(key: Tensor, value: Tensor) -> StoredKV | None:
+    """The StoredKV that a layer of SplitKVCache put on the tensors it returned, if both are still those."""
+    stored = getattr(key, _STORED, None)
+    return stored if stored is getattr(value, _STORED, None) else None
 
 
 class _Latents:
@@ -165,7 +166,8 @@ class SplitKVLayer(CacheLayerMixin):
             key, value = (cache[:, : self.length].transpose(1, 2) for cache in (k, v))
         else:
             key, value = self._stand_in(k), self._stand_in(v)
-        setattr(key, _STORED, stored)
+        for tensor in (key, value):
+            setattr(tensor, _STORED, stored)
         return key, value
 
     def _stand_in(self, cache: Tensor) -> Tensor:

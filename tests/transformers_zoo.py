@@ -80,7 +80,7 @@ ZOO: dict[str, Callable[[], Any]] = {
     "deepseek-v2": lambda: _config(
         "DeepseekV2Config",
         num_key_value_heads=4,
-        kv_lora_rank=32,
+        kv_lora_rank=512,
         q_lora_rank=None,
         qk_nope_head_dim=128,
         qk_rope_head_dim=64,

@@ -30,16 +30,8 @@ V3: dict[str, Any] = COMMON | dict(
 )
 
 
-def full_size() -> Any:
-    """DeepSeek-V2-Lite's attention sizes, 576 and 512, in a small model."""
-    config = ZOO["deepseek-v2"]()
-    config.kv_lora_rank = 512
-    return config
-
-
-CONFIGS = {
+CONFIGS = {  # latents of 512 + 64, as published, and of 64 + 16
     "deepseek-v2": ZOO["deepseek-v2"],
-    "deepseek-v2-576": full_size,
     "deepseek-v3": lambda: transformers.DeepseekV3Config(**V3),
 }
 
@@ -83,7 +75,7 @@ def test_greedy_tokens_are_those_of_eager(name: str, kind: str, length: int, cal
 
 @pytest.mark.parametrize("page_size", (None, 5))
 def test_our_rows_hold_each_latent_once(page_size: int | None, calls: list[dict[str, Any]]) -> None:
-    _, absorbed = models("deepseek-v2-576")
+    _, absorbed = models("deepseek-v2")
     cache = SplitKVCache(absorbed.config, 60, page_size=page_size)
     generate(absorbed, "splitkv", prompt(20, batch=2), past_key_values=cache)
     assert cache.bytes == 2 * 2 * 60 * 576 * 4, "2 layers, 2 rows of 60 tokens"
@@ -112,7 +104,7 @@ def test_chunks_of_every_length(kind: str) -> None:
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float8_e4m3fn), ids=str)
 def test_latents_in_fewer_bits(dtype: torch.dtype) -> None:
     """Farther from float64 than float32 rows, and no farther than rounding 576 numbers a token explains."""
-    model, absorbed = models("deepseek-v2-576")
+    model, absorbed = models("deepseek-v2")
     ids = prompt(75, batch=2)
     exact = exactly(model, ids)
     errors = [
@@ -123,7 +115,7 @@ def test_latents_in_fewer_bits(dtype: torch.dtype) -> None:
 
 
 def test_16_bit_models_are_near_float64() -> None:
-    model, absorbed = models("deepseek-v2-576", torch.bfloat16)
+    model, absorbed = models("deepseek-v2", torch.bfloat16)
     ids = prompt(75, batch=2)
     exact = exactly(model, ids)
     expanding, latent = (

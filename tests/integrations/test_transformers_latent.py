@@ -83,6 +83,16 @@ def test_our_rows_hold_each_latent_once(page_size: int | None, calls: list[dict[
     assert all(call["k_cache"].data_ptr() == call["v_cache"].data_ptr() for call in calls)
 
 
+@pytest.mark.parametrize("page_size", (None, 5))
+def test_beams_move_each_latent_once(page_size: int | None) -> None:
+    model, absorbed = models("deepseek-v3")
+    ids = prompt(20, batch=2)
+    want, _ = generate(model, "eager", ids, num_beams=3)
+    cache = SplitKVCache(model.config, 60, page_size=page_size)
+    got, _ = generate(absorbed, "splitkv", ids, num_beams=3, past_key_values=cache)
+    assert torch.equal(got, want)
+
+
 def steps(model: Any, ids: Tensor, cache: Any) -> Tensor:
     model.set_attn_implementation("splitkv")
     with torch.no_grad():

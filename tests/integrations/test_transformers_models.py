@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers_zoo import ZOO, audit_flip, build, exactly, generate, prompt
 
@@ -122,6 +123,32 @@ def test_a_few_queries_at_once_are_decoded(calls: list[dict[str, Any]]) -> None:
         got = model(ids[:, 24:], past_key_values=cache).logits
     assert [call["q"].shape[1] for call in calls] == [16, 16]
     assert (got - exactly(model, ids)[:, 24:]).abs().max() <= LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("length", (7, 20))
+@pytest.mark.parametrize("kind", ("T5Config", "BartConfig"))
+def test_encoder_decoders(kind: str, length: int, calls: list[dict[str, Any]]) -> None:
+    """Encoders are not causal whatever their length; T5 adds a position bias; rows padded on the right are gaps."""
+    sizes = dict(d_model=64, d_kv=16, d_ff=96, num_heads=4, num_layers=2, encoder_layers=2, decoder_layers=2)
+    heads = dict(encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96)
+    tokens = dict(vocab_size=256, pad_token_id=0, decoder_start_token_id=1, eos_token_id=None, forced_eos_token_id=None)
+    models = {}
+    for implementation in ("eager", "splitkv"):
+        torch.manual_seed(0)
+        config = getattr(transformers, kind)(**sizes, **heads, **tokens)
+        model = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation=implementation).eval()
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, std=0.2)
+        models[implementation] = model
+    ids = prompt(length, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, -4:] = 0
+    options = dict(attention_mask=mask, max_new_tokens=20, do_sample=False, output_logits=True)
+    want, got = (model.generate(ids, return_dict_in_generate=True, **options) for model in models.values())
+    assert torch.equal(got.sequences, want.sequences)
+    assert (torch.stack(got.logits) - torch.stack(want.logits)).abs().max() <= 5e-5
+    assert len(calls) == 20 * 4, "self and cross attention of 2 layers; a decoder starts from one token"
 
 
 def test_a_flip_is_measured_in_float64() -> None:

@@ -144,21 +144,19 @@ def attention(
             "attention_mask: supported in the capture of a step over SplitKVCache is None, as a replay would use this "
             f"length's mask again, got shape {tuple(attention_mask.shape)}"
         )
-    decodes = bounds or query.shape[2] == 1
-    if not decodes:
-        if stored is not None:
-            key, value = stored.dense(key.shape[2], query.dtype)
-            if absorbed:
-                key, value = key.split((value.shape[3], key.shape[3] - value.shape[3]), dim=-1)
-        if absorbed:
-            key, value = expand(module, key, value)
-    if decodes:
+    if bounds or query.shape[2] == 1:
         if stored is None:
             stored = joined(key, value) if absorbed else StoredKV(key.transpose(1, 2), value.transpose(1, 2))
         query = absorbed_query(module, query) if absorbed else query
         out = _decode(query, stored, key.shape[2], attention_mask, bounds, scaling, softcap, sinks, position_bias)
-        out = projected(module, out) if absorbed else out
-    elif softcap is None and sinks is None:
+        return projected(module, out) if absorbed else out, None
+    if stored is not None:
+        key, value = stored.dense(key.shape[2], query.dtype)
+        if absorbed:
+            key, value = key.split((value.shape[3], key.shape[3] - value.shape[3]), dim=-1)
+    if absorbed:
+        key, value = expand(module, key, value)
+    if softcap is None and sinks is None:
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, position_bias=position_bias
         )

@@ -198,7 +198,7 @@ class SplitKVLayer(CacheLayerMixin):
         if self.store is None:
             return
         beam_idx = beam_idx.to(self.device)
-        for cache in (self.store.k_cache, self.store.v_cache):
+        for cache in (self.store.k_cache,) if self.is_latent else (self.store.k_cache, self.store.v_cache):
             bits = _bits(cache)
             if self.store.block_table is None:
                 bits[:, : self.length] = bits[beam_idx, : self.length]

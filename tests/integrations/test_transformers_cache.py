@@ -85,11 +85,13 @@ def test_other_storage_types_equal_rows_rounded_by_hand(dtype: torch.dtype, page
 
 @pytest.mark.parametrize("page_size", PAGES)
 @pytest.mark.parametrize("name", ("qwen3", "gemma2", "gemma3"))
-def test_chunks_of_every_length(name: str, page_size: int | None) -> None:
-    """Prefill after a cache reads stored rows back; up to 16 queries go to the kernel."""
+@pytest.mark.parametrize("scaled", (False, True), ids=("unscaled", "scaled"))
+def test_chunks_of_every_length(name: str, page_size: int | None, scaled: bool) -> None:
+    """Prefill after a cache reads stored rows back; up to 16 queries go to the kernel. Scales are powers of two."""
     model, ids = build(name), prompt(75, batch=2)
     model.set_attn_implementation("splitkv")
-    cache = SplitKVCache(model.config, 80, page_size=page_size)
+    scales = dict(k_scale=SCALES, v_scale=0.25) if scaled else {}
+    cache = SplitKVCache(model.config, 80, page_size=page_size, **scales)
     with torch.no_grad():
         got = torch.cat([model(chunk, past_key_values=cache).logits for chunk in ids.split((20, 18, 9, 25, 3), 1)], 1)
     assert (got - exactly(model, ids)).abs().max() <= 5e-5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -218,3 +220,9 @@ def test_registering_again_or_under_another_name_is_fine() -> None:
         assert torch.isfinite(model(ids).logits).all()
     with pytest.raises(TypeError, match="name: expected a str, got int"):
         register(3)  # type: ignore[arg-type]
+
+
+def test_without_transformers_the_import_says_what_to_install() -> None:
+    program = "import sys; sys.modules['transformers'] = None; import splitkv.integrations.transformers"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1 and "expected transformers 5.16 or later (pip install" in done.stderr

@@ -268,6 +268,16 @@ def test_hostile_lengths_write_nothing_on_the_gpu(kind: str) -> None:
             assert same_bits(a.cpu(), b)
 
 
+def test_row_numbers_outside_the_cache_disturb_no_row() -> None:
+    """Blocks of rows that are none run beside row 0's, and must not set its length back."""
+    cache = contiguous(64, 500, dtype=BF16, device="cuda")
+    rows = int32([0, *[-1, 64, 2**31 - 1] * 21], "cuda")
+    k, v = on_gpu(*kv(64, 1, dtype=BF16))
+    for _ in range(500):
+        cache.append(k, v, rows)
+    assert cache.seq_lens.tolist() == [500] + [0] * 63 and not cache.dropped.any()
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_cache_on_another_device_than_the_current_one() -> None:
     """CASE-09."""

@@ -219,7 +219,8 @@ def test_a_mask_over_keys_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatc
     cache = SplitKVCache(model.config, 40)
     with torch.no_grad():
         token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
-        monkeypatch.setattr(integration, "is_tracing", lambda *_: True)
+        for name in ("is_tracing", "is_cuda_stream_capturing"):
+            monkeypatch.setattr(integration, name, lambda *_: True)
         model(token, past_key_values=cache)
         with pytest.raises(splitkv.UnsupportedError, match="attention_mask: supported in the capture"):
             model(token, attention_mask=padding_of(torch.ones(2, 22)).bool(), past_key_values=cache)

@@ -8,7 +8,9 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers_zoo import build, generate, prompt
+from transformers_zoo import build, exactly, generate, prompt
+
+from splitkv.integrations.transformers import SplitKVCache
 
 CAPACITY = 64
 
@@ -52,6 +54,28 @@ def test_a_compiled_step_is_one_graph_with_eagers_logits(name: str, padded: bool
     assert all("splitkv.decode_attention" in graph.code for graph in graphs)
     if name in ("llama", "qwen3.5"):  # transformers' static window layers guard on their length
         assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("page_size", (None, 5))
+@pytest.mark.parametrize("name", ("qwen3", "gemma3"))
+def test_a_compiled_step_over_our_rows(name: str, page_size: int | None) -> None:
+    """The first step and all later ones: the host counts tokens, which the second graph takes as a variable."""
+    model, ids = build(name), prompt(30, batch=2)
+    model.set_attn_implementation("splitkv")
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model.forward, fullgraph=True, backend=backend)
+    cache = SplitKVCache(model.config, CAPACITY, page_size=page_size)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        got = torch.cat([compiled(ids[:, [i]], past_key_values=cache).logits for i in range(20, 30)], 1)
+    assert (got - exactly(model, ids)[:, 20:]).abs().max() <= 5e-5
+    assert len(graphs) == 2 and all("splitkv.decode_attention" in graph.code for graph in graphs)
 
 
 def test_generate_compiles_its_decode_step() -> None:

@@ -21,7 +21,7 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
-    from transformers.utils.import_utils import is_tracing
+    from transformers.utils.import_utils import is_cuda_stream_capturing, is_tracing
 
     from .transformers_cache import MAX_DECODE_QUERIES, SplitKVCache, StoredKV, stored_behind
     from .transformers_latent import absorb_latents, absorbed_query, expand, is_absorbed, joined, projected
@@ -139,10 +139,11 @@ def attention(
             f"past_key_values: {type(module).__name__} changes keys or values after the cache; supported for it is a "
             "SplitKVCache without pages and scales, in the model's dtype, got another one"
         )
-    if stored is not None and attention_mask is not None and not bounds and is_tracing():
+    masked = attention_mask is not None and not bounds
+    if stored is not None and masked and not torch.compiler.is_compiling() and is_cuda_stream_capturing():
         raise UnsupportedError(
             "attention_mask: supported in the capture of a step over SplitKVCache is None, as a replay would use this "
-            f"length's mask again, got shape {tuple(attention_mask.shape)}"
+            f"length's mask again, got shape {tuple(attention_mask.shape)}"  # type: ignore[union-attr]
         )
     if bounds or query.shape[2] == 1:
         if stored is None:

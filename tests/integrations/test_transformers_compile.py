@@ -30,6 +30,18 @@ def decode_steps(model: Any, forward: Any, ids: Tensor, padding: Tensor | None, 
     return torch.cat(logits, 1)
 
 
+def compiled_whole(model: Any) -> tuple[Any, list[Any]]:
+    """(the forward, which compiles without a break or raises; the graphs it has made so far)."""
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    return torch.compile(model.forward, fullgraph=True, backend=backend), graphs
+
+
 @pytest.mark.parametrize("padded", (False, True), ids=("unpadded", "left-padded"))
 @pytest.mark.parametrize("name", ("llama", "qwen3.5", "mistral-window", "gpt-oss"))
 def test_a_compiled_step_is_one_graph_with_eagers_logits(name: str, padded: bool) -> None:
@@ -41,14 +53,7 @@ def test_a_compiled_step_is_one_graph_with_eagers_logits(name: str, padded: bool
     model.set_attn_implementation("eager")
     want = decode_steps(model, model, ids, padding)
     model.set_attn_implementation("splitkv")
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model.forward, fullgraph=True, backend=backend)
+    compiled, graphs = compiled_whole(model)
     got = decode_steps(model, compiled, ids, padding)
     assert (got - want).abs().max() <= 5e-5
     assert all("splitkv.decode_attention" in graph.code for graph in graphs)
@@ -62,14 +67,7 @@ def test_a_compiled_step_over_our_rows(name: str, page_size: int | None) -> None
     """The first step and all later ones: the host counts tokens, which the second graph takes as a variable."""
     model, ids = build(name), prompt(30, batch=2)
     model.set_attn_implementation("splitkv")
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model.forward, fullgraph=True, backend=backend)
+    compiled, graphs = compiled_whole(model)
     cache = SplitKVCache(model.config, CAPACITY, page_size=page_size)
     with torch.no_grad():
         model(ids[:, :20], past_key_values=cache)

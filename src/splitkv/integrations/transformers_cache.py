@@ -227,9 +227,9 @@ class SplitKVCache(Cache):
 
     Layers with a window keep all rows too. A first prefill of more than 16 tokens attends to the rows as computed,
     before they are rounded to the storage type. The model needs `attn_implementation="splitkv"`, unless rows are
-    contiguous in the model's own dtype. The host counts tokens: torch.compile makes a second graph with that number as a
-    variable, and `generate` compiles for transformers' StaticCache only. A CUDA graph may hold a decode step, which goes
-    by the device's lengths (`layer.length` does not see replays).
+    contiguous in the model's own dtype. The host counts tokens: torch.compile makes a second graph with that number
+    as a variable, and `generate` compiles for transformers' StaticCache only. A CUDA graph may hold a decode step,
+    which goes by the device's lengths (`layer.length` does not see replays).
 
     Raises TypeError, ValueError, and UnsupportedError for kinds of layers that are not known here.
     """

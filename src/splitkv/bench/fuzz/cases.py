@@ -164,7 +164,9 @@ class Case:
             case = Case(**_tuples(data))
             case.problem(case.base)
         except (TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"case: expected the JSON object that a failure prints, got {text[:80]!r}: {error}") from None
+            raise ValueError(
+                f"case: expected the JSON object that a failure prints, got {text[:80]!r}: {error}"
+            ) from None
         if len(case.lengths) != case.base.batch:
             raise ValueError(f"case: expected {case.base.batch} lengths, one per row, got {len(case.lengths)}")
         return case
@@ -188,5 +190,3 @@ def _tuples(value: dict[str, Any]) -> dict[str, Any]:
         return tuple(map(convert, item)) if isinstance(item, list) else item
 
     return {name: convert(item) for name, item in value.items()}
-
-

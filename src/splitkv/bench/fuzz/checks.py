@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from .tensors import BITS, Call, Values, make_values
 GPU_WORK = 3e7
 """Multiply-adds from which the float64 of a case is computed on the GPU that runs it."""
 
+ORACLES_AGREE = 1e-10
+"""Largest difference between two float64 computations of one answer."""
 SMALLEST = 1e-300
 """Stands for a bound of 0, which an error of 0 keeps to."""
 
@@ -76,11 +78,16 @@ class Started:
     device: str
     base: _Launched | None = None
     twin: _Launched | None = None
+    truth: Truth | None = None
 
 
-def check(case: Case, backend: str, device: str) -> Finding:
-    """Run one case and judge it."""
-    return finish(start(case, backend, device))
+def check(case: Case, backend: str, device: str, with_reference: bool = False) -> Finding:
+    """Run one case and judge it, and with_reference also the float64 that it is held against."""
+    started = start(case, backend, device)
+    finding = finish(started)
+    if with_reference:
+        finding.failures += compare_with_reference(started)
+    return finding
 
 
 def start(case: Case, backend: str, device: str) -> Started:
@@ -123,21 +130,43 @@ def finish(started: Started) -> Finding:
     if started.base is None:
         return finding
     work = case.base.batch * case.num_q_heads * case.queries * started.values.k.shape[1] * case.head_dim
-    truth = solve(case, started.values, started.device if work > GPU_WORK else "cpu")
+    truth = started.truth = solve(case, started.values, started.device if work > GPU_WORK else "cpu")
     queries = case.queries
     base, twin = started.base, started.twin
     out, lse = base.out.cpu(), None if base.lse is None else base.lse.cpu()
     finding.failures += _judge(
-        out.view(-1, queries, *out.shape[-2:]), None if lse is None else lse.view(-1, queries, lse.shape[-1]), truth, finding
+        out.view(-1, queries, *out.shape[-2:]),
+        None if lse is None else lse.view(-1, queries, lse.shape[-1]),
+        truth,
+        finding,
     )
     finding.failures += [f"first call: {text}" for text in _written_beside(base)]
     if twin is not None:
         finding.twin_checked = True
         finding.failures += [f"second call: {text}" for text in _written_beside(twin)]
-        for name, ours, theirs in (("out", out, twin.out.cpu()), ("lse", lse, None if twin.lse is None else twin.lse.cpu())):
+        for name, ours, theirs in (
+            ("out", out, twin.out.cpu()),
+            ("lse", lse, None if twin.lse is None else twin.lse.cpu()),
+        ):
             if ours is not None and theirs is not None:
                 finding.failures += _same_rows(name, ours, theirs, case.twin_rows)
     return finding
+
+
+def compare_with_reference(started: Started) -> list[str]:
+    """One line if the float64 that this case was held against is not that of splitkv.reference_attention."""
+    if started.base is None or started.truth is None:
+        return []
+    arguments = {name: value for name, value in started.base.call.arguments.items() if name not in ("out", "workspace")}
+    for name in ("k_scale", "v_scale"):
+        if isinstance(arguments.get(name), Tensor) and arguments[name].numel() == 1:
+            arguments[name] = arguments[name].reshape(())
+    out, lse = cast(tuple[Tensor, Tensor], splitkv.reference_attention(**(arguments | {"return_lse": True})))
+    truth, failures = started.truth, []
+    for name, theirs, ours in (("out", out, truth.out), ("lse", lse, truth.lse)):
+        if not torch.allclose(theirs.view(ours.shape), ours, rtol=ORACLES_AGREE, atol=ORACLES_AGREE):
+            failures.append(f"oracle: {name} is not that of splitkv.reference_attention")
+    return failures
 
 
 def _judge(out: Tensor, lse: Tensor | None, truth: Truth, finding: Finding) -> list[str]:
@@ -167,7 +196,8 @@ def _over(name: str, error: Tensor, bound: Tensor, finding: Finding) -> list[str
     if worst <= 1.0:
         return []
     place = [int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape)]
-    return [f"{name}: error {float(error[tuple(place)]):.3g} over the bound {float(bound[tuple(place)]):.3g} at {place}"]
+    found, most = float(error[tuple(place)]), float(bound[tuple(place)])
+    return [f"{name}: error {found:.3g} over the bound {most:.3g} at {place}"]
 
 
 def _written_beside(launched: _Launched) -> list[str]:

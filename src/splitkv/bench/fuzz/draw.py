@@ -35,7 +35,20 @@ DTYPES = {  # (q, KV): weight
     ("bf16", "f16"): 3,
     ("f16", "bf16"): 2,
 }
-HEAD_DIMS = {64: 20, 128: 22, 16: 12, 32: 10, 256: 8, 96: 4, 80: 3, 48: 3, 112: 3, 192: 3, 0: 12}  # 0: any multiple of 16
+# Head sizes; 0 stands for any multiple of 16.
+HEAD_DIMS = {
+    64: 20,
+    128: 22,
+    16: 12,
+    32: 10,
+    256: 8,
+    96: 4,
+    80: 3,
+    48: 3,
+    112: 3,
+    192: 3,
+    0: 12,
+}
 GROUPS = {1: 15, 2: 12, 3: 7, 4: 18, 5: 5, 6: 7, 7: 6, 8: 12, 12: 4, 16: 6, 32: 3, 64: 2, 9: 1, 24: 2}
 KV_HEADS = {1: 20, 2: 40, 3: 8, 4: 20, 5: 3, 8: 9}
 PAGE_SIZES = {1: 6, 16: 30, 64: 14, 128: 10, 256: 6, 528: 5, 784: 5, 1056: 5, 3: 4, 17: 4, 32: 8, 100: 3}
@@ -210,14 +223,14 @@ def _draw_geometry(rng: Random, shape: Shape, which: int, need: int = 0, page_si
             rest_pad=rng.choice(pads),
             mask_order=rng.choice(("nhd", "nhd", "transposed")),
             lens=shape.lens[which],
+            own_out=rng.random() < 0.4,
         ),
     )
 
 
 def _free_fields(rng: Random, geometry: Geometry) -> Geometry:
     """What costs no compilation, drawn for each case."""
-    own_out, own_workspace = rng.random() < 0.4, rng.random() < 0.4
-    return replace(geometry, fill=_pick(rng, FILLS), own_out=own_out, own_workspace=own_workspace)
+    return replace(geometry, fill=_pick(rng, FILLS), own_workspace=rng.random() < 0.4)
 
 
 def _same_problem(rng: Random, shape: Shape, base: Geometry, pooled: bool) -> Geometry:
@@ -246,7 +259,8 @@ def _one_class(rng: Random, case: Case, drawn: list[Geometry]) -> tuple[Geometry
 def _launch_class(case: Case, geometry: Geometry) -> tuple[object, ...]:
     """What Triton compiles anew for: integers by whether they are 1 or multiples of 16, addresses of 16 bytes, and the
     plan's constants."""
-    case = replace(case, base=geometry, lengths=(0,) * geometry.batch)
+    none = (0,) * geometry.batch
+    case = replace(case, base=geometry, lengths=none, starts=None if case.starts is None else none)
     found: list[object] = []
     for name, tensor in layouts(case, geometry).items():
         strides = [step if size > 1 else 0 for size, step in zip(tensor.sizes, tensor.strides, strict=True)]

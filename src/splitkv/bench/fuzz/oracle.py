@@ -23,6 +23,8 @@ F32_MAX_ABS = 1e-5
 """out at unit-normal V, and lse relative, where arithmetic is in f32 (contract.md, Numbers)."""
 LOGITS_AT_EASE = 16.0
 """Logits up to here cost no more than the above; larger ones carry a proportionally larger f32 rounding."""
+F32_TYPICAL = 0.2
+"""Of the largest f32 error, what a row may have on average."""
 PLAIN_FACTOR = 2.0
 F16_STEP = 2.0**-25
 """Half of f16's smallest step: what underflow costs."""
@@ -108,14 +110,13 @@ def solve(case: Case, values: Values, device: str = "cpu") -> Truth:
         rounding = unit_roundoff(case.q_dtype)  # of p, where products are in 16 bits
         most = weights.view(*grouped, keys) @ v.abs() * v_scale.abs()
         bound += rounding * most.view_as(out)
-        variance = rounding**2 * (weights.view(*grouped, keys) ** 2 @ v**2 * v_scale**2).view_as(out)
-    row_bound = PLAIN_FACTOR * variance.sum((1, 2, 3)).sqrt() + _norm(rounded) + _norm(in_f32.expand_as(out))
+        variance = rounding**2 / 3 * (weights.view(*grouped, keys) ** 2 @ v**2 * v_scale**2).view_as(out)
+    in_f32 = F32_TYPICAL * in_f32.expand_as(out)
+    row_bound = PLAIN_FACTOR * variance.sum((1, 2, 3)).sqrt() + _norm(rounded) + _norm(in_f32)
     lse_bound = F32_MAX_ABS * lse.abs().masked_fill(empty, 0.0).clamp_min(1.0) * strain
-    return Truth(
-        *(x.transpose(1, 2).cpu() for x in (out.masked_fill(empty[..., None], 0.0), lse)),
-        *(x.transpose(1, 2).cpu() for x in (bound, lse_bound)),
-        row_bound=row_bound.cpu(),
-    )
+    results = (out.masked_fill(empty[..., None], 0.0), lse, bound, lse_bound)
+    out, lse, bound, lse_bound = (x.transpose(1, 2).cpu() for x in results)
+    return Truth(out, lse, bound, lse_bound, row_bound.cpu())
 
 
 def _per_head(scale: Tensor | float | None, heads: int, device: str) -> Tensor:

@@ -21,13 +21,15 @@ from ...plan import plan_decode
 from ...problem import DeviceSpec
 from .cases import Case, Geometry
 from .oracle import Truth, solve
-from .tensors import BITS, Call, Values, make_values
+from .tensors import BAND_BYTES, BITS, Call, Values, make_values
 
 GPU_WORK = 3e7
 """Multiply-adds from which the float64 of a case is computed on the GPU that runs it."""
 
 ORACLES_AGREE = 1e-10
 """Largest difference between two float64 computations of one answer."""
+GPU_LOST = re.compile(r"CUDA error|Triton Error \[CUDA\]")
+"""An error after which a process cannot use its GPU again."""
 SMALLEST = 1e-300
 """Stands for a bound of 0, which an error of 0 keeps to."""
 
@@ -63,9 +65,16 @@ class Finding:
 
 @dataclass
 class _Launched:
+    """A call under way, and copies of its results that will have come to the CPU when the GPU has been waited for.
+
+    inputs_same: whether the arena's inputs are what they were. written: the arena from `written_from` on.
+    """
+
     call: Call
     out: Tensor
     lse: Tensor | None
+    inputs_same: Tensor
+    written: Tensor
 
 
 @dataclass
@@ -113,10 +122,24 @@ def _launch(
     except splitkv.UnsupportedError as error:
         return None, re.sub(r"-?(0x[0-9a-f]+|\d+)", "N", str(error))
     except Exception as error:
+        if GPU_LOST.search(str(error)):
+            raise
         started.finding.failures.append(f"{which}: {type(error).__name__}: {error}")
         return None, None
     out, lse = result if isinstance(result, tuple) else (result, None)
-    return _Launched(call, out, lse), None
+    inputs = call.arena[: call.written_from].view(torch.int64) == call.inputs_before.view(torch.int64)
+    return _Launched(
+        call,
+        _to_cpu(out),
+        None if lse is None else _to_cpu(lse),
+        _to_cpu(inputs.all()),
+        _to_cpu(call.arena[call.written_from :]),
+    ), None
+
+
+def _to_cpu(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, under way."""
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu", non_blocking=True)
 
 
 @cache
@@ -133,7 +156,7 @@ def finish(started: Started) -> Finding:
     truth = started.truth = solve(case, started.values, started.device if work > GPU_WORK else "cpu")
     queries = case.queries
     base, twin = started.base, started.twin
-    out, lse = base.out.cpu(), None if base.lse is None else base.lse.cpu()
+    out, lse = base.out, base.lse
     finding.failures += _judge(
         out.view(-1, queries, *out.shape[-2:]),
         None if lse is None else lse.view(-1, queries, lse.shape[-1]),
@@ -145,8 +168,8 @@ def finish(started: Started) -> Finding:
         finding.twin_checked = True
         finding.failures += [f"second call: {text}" for text in _written_beside(twin)]
         for name, ours, theirs in (
-            ("out", out, twin.out.cpu()),
-            ("lse", lse, None if twin.lse is None else twin.lse.cpu()),
+            ("out", out, twin.out),
+            ("lse", lse, twin.lse),
         ):
             if ours is not None and theirs is not None:
                 finding.failures += _same_rows(name, ours, theirs, case.twin_rows)
@@ -205,11 +228,10 @@ def _written_beside(launched: _Launched) -> list[str]:
     call = launched.call
     failures = []
     split = call.written_from
-    if not torch.equal(call.arena[:split].view(torch.int64), call.before[:split].view(torch.int64)):
-        changed = (call.arena[:split] != call.before[:split]).nonzero()[0].item()
-        name = [name for name, place in call.places.items() if place <= changed + 512][-1]
-        failures.append(f"inputs: bytes changed, from {changed} on, at or beside {name}")
-    after, before = (arena[split:].clone().cpu() for arena in (call.arena, call.before))
+    if not launched.inputs_same:
+        changed = int((call.arena[:split] != call.inputs_before).nonzero()[0])
+        failures.append(f"inputs: bytes changed at or beside {_beside(call, changed)}")
+    after, before = launched.written, call.before[split:].clone()
     for name in ("out", "lse", "workspace"):
         if name in call.layouts:
             layout = call.layouts[name]
@@ -219,9 +241,13 @@ def _written_beside(launched: _Launched) -> list[str]:
             views[1].copy_(views[0])
     if not torch.equal(after, before):
         changed = int((after != before).nonzero()[0]) + split
-        beside = max((place, name) for name, place in call.places.items() if place <= changed + 512)[1]
-        failures.append(f"guard: bytes changed beside {beside}")
+        failures.append(f"guard: bytes changed beside {_beside(call, changed)}")
     return failures
+
+
+def _beside(call: Call, byte: int) -> str:
+    """The last tensor that starts at most a band after this byte of the arena."""
+    return max((place, name) for name, place in call.places.items() if place <= byte + BAND_BYTES)[1]
 
 
 def _same_rows(name: str, ours: Tensor, theirs: Tensor, rows: tuple[int, ...]) -> list[str]:

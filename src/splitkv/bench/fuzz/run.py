@@ -26,7 +26,7 @@ from .shrink import shrink
 SCHEMA = "splitkv.fuzz.v1"
 TASK_CASES = 200
 """Cases that a process takes at a time on a CPU; on a GPU it takes all cases of one shape."""
-GPU_BATCH = 12
+GPU_BATCH = 24
 """Cases launched between two waits for the GPU."""
 SHAPES = 300
 """Shapes that a GPU run draws from: each costs seconds of compilation (draw.py)."""

@@ -89,7 +89,7 @@ def draw_case(seed: int, index: int, pool: int | None = None) -> Case:
     case = _draw_values(rng, replace(shape.case, base=base))
     if rng.random() < 0.1:
         return case
-    if not _policy(case).batch_invariant:
+    if not _any_layout(case):
         twin = _same_problem(rng, shape, base, pool is not None)
         return replace(case, twin=twin, twin_rows=tuple(rng.sample(range(base.batch), base.batch)))
     if pool is None:
@@ -104,6 +104,12 @@ def draw_case(seed: int, index: int, pool: int | None = None) -> Case:
         twin = _free_fields(rng, rng.choice(wide))
     rows = [rng.randrange(base.batch)] if twin.lens == "int" else range(base.batch)
     return replace(case, twin=twin, twin_rows=tuple(rng.choices(rows, k=twin.batch)))
+
+
+def _any_layout(case: Case) -> bool:
+    """Whether the policy's bytes ignore batch and capacity: those of auto and pinned must, and others say so."""
+    policy = _policy(case)
+    return policy.batch_invariant and policy.kind != "capacity"
 
 
 def _policy(case: Case) -> SplitPolicy:

@@ -34,7 +34,9 @@ REFERENCE_EVERY = 50
 """One case in so many is also held against splitkv.reference_attention."""
 MOST_FAILURES = 20
 """Failures that a result file tells in full."""
-SHRUNK = 5
+SHRINK_S, SHRUNK = 20.0, 3
+"""Seconds that shrinking one failure of a run may take, and how many are: `--only INDEX --shrink` takes its time."""
+PATIENCE_S = 300.0
 
 Progress = Callable[[int, int, str], None]
 
@@ -239,7 +241,9 @@ def run_fuzz(
         failure["repro"] = options.repro(failure["index"])
     for failure in tally.failures[:SHRUNK]:
         if failure["case"] is not None and not _lost:
-            failure["shrunk"] = shrunk(Case.from_json(failure["case"]), failure["failures"], options).to_json()
+            failure["shrunk"] = shrunk(
+                Case.from_json(failure["case"]), failure["failures"], options, SHRINK_S
+            ).to_json()
     return result | {
         "backend": options.backend,
         "backend_used": machine.default_backend(options.device)[0] if options.backend == "auto" else options.backend,
@@ -264,8 +268,8 @@ def run_fuzz(
     }
 
 
-def shrunk(case: Case, failures: list[str], options: FuzzOptions) -> Case:
-    """The smallest case found that fails as this one does."""
+def shrunk(case: Case, failures: list[str], options: FuzzOptions, seconds: float = PATIENCE_S) -> Case:
+    """The smallest case found in that time that fails as this one does."""
     with_reference = any(text.startswith("oracle") for text in failures)
 
     def failures_of(smaller: Case) -> list[str]:
@@ -274,7 +278,7 @@ def shrunk(case: Case, failures: list[str], options: FuzzOptions) -> Case:
         except (RuntimeError, ValueError, IndexError):  # a step of the shrinker that makes no sense for this case
             return []
 
-    return shrink(case, failures, failures_of)
+    return shrink(case, failures, failures_of, seconds)
 
 
 def _rows(tally: Tally) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 from ...policy import ceil_div
 from .cases import Case, Geometry
 
-MOST_TRIES = 600
 _OPTIONS = (
     "window", "softcap", "sinks", "starts", "mask", "k_scale", "v_scale", "softmax_scale", "absent", "tree", "latent",
     "shared", "policy", "mask_dims",
@@ -21,14 +21,16 @@ def kinds(failures: list[str]) -> set[str]:
     return {":".join(text.split(":")[: 2 if " call:" in text else 1]) for text in failures}
 
 
-def shrink(case: Case, failures: list[str], run: Callable[[Case], list[str]]) -> Case:
-    """`run` gives the failures of a case; the result fails in one of the ways that `failures` name."""
-    wanted, tries, again = kinds(failures), 0, True
+def shrink(case: Case, failures: list[str], run: Callable[[Case], list[str]], seconds: float) -> Case:
+    """`run` gives the failures of a case; the result fails in one of the ways that `failures` name.
+
+    Ends where no step keeps the failure, or after `seconds`: on a GPU each try may compile a kernel.
+    """
+    wanted, deadline, again = kinds(failures), time.monotonic() + seconds, True
     while again:
         again = False
         for smaller in _smaller(case):
-            tries += 1
-            if tries > MOST_TRIES:
+            if time.monotonic() > deadline:
                 return case
             if kinds(run(smaller)) & wanted:
                 case, again = smaller, True

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 import splitkv
 from splitkv.bench import record
+from splitkv.bench.fuzz.cases import Case, Geometry
 from splitkv.bench.fuzz.checks import check
 from splitkv.bench.fuzz.draw import draw_case
 from splitkv.bench.fuzz.oracle import solve
@@ -42,11 +41,12 @@ def test_the_oracle_is_the_same_on_the_gpu() -> None:
         assert (here.lse - there.lse).masked_fill(empty, 0.0).abs().max() <= 1e-11
 
 
-def test_large_cases_are_solved_on_the_gpu_and_pass() -> None:
-    case = replace(draw_case(1, 0, 8), shared=False, absent=(), starts=None, twin=None, twin_rows=())
-    batch, capacity = 2, max(case.base.page_size or 1, 1) * 4000
-    case = replace(
-        case, base=replace(case.base, batch=batch, capacity=min(capacity, 8192), lens="int32", page_size=None)
-    )
-    finding = check(replace(case, lengths=(case.base.capacity, 3000)), "triton", "cuda")
-    assert finding.failures == []
+def test_a_large_case_is_solved_on_the_gpu_and_passes() -> None:
+    base = Geometry(2, 8192, 64, order="hnd", fill="bytes", own_workspace=True)
+    twin = Geometry(5, 8000, order="interleaved", fill="inf")
+    case = Case(
+        5, "bf16", "bf16", 8, 4, 128, 128, 4, (8000, 3000), window=7000, sinks="mixed", starts=(0, 17), mask="f16",
+        k_scale="head", v_scale="0-d", base=base, twin=twin, twin_rows=(1, 0, 0, 1, 1),
+    )  # fmt: skip
+    finding = check(case, "triton", "cuda", with_reference=True)
+    assert finding.failures == [] and finding.twin_checked

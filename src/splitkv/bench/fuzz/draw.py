@@ -62,6 +62,11 @@ HUGE = 2**31 - 1
 PAGE_BYTES = 1 << 20
 """Most bytes of K and V in one page: pools of a few rows then stay small."""
 POOL_TRIALS = 32
+ROOMY = (20_000, 65_536, 262_144)
+"""Capacities of tables far wider than their rows: the plan then cuts finely, and most blocks find nothing to do."""
+ROOMY_COLUMNS = 1 << 18
+CROWD = (1, 200, 300)
+"""Rows of a crowd, which share their keys: enough for blocks that join several splits, at the cost of one row."""
 
 Weights = dict[Any, int]
 
@@ -74,6 +79,7 @@ class Shape:
     page_sizes: tuple[int | None, int | None]
     lens: tuple[str, str]
     odd: bool
+    crowd: bool
 
 
 def draw_case(seed: int, index: int, pool: int | None = None) -> Case:
@@ -130,6 +136,10 @@ def _draw_shape(rng: Random) -> Shape:
     while num_kv_heads * group_size > 64 and num_kv_heads > 1:
         num_kv_heads -= 1
     q_len = rng.choices([0, 1, rng.randint(2, 4), rng.randint(5, 16)], [45, 10, 28, 17])[0]
+    crowd = rng.random() < 0.015
+    if crowd:
+        num_kv_heads, group_size, q_len = rng.randint(1, 2), rng.randint(1, 2), min(q_len, 2)
+        head_dim, v_head_dim = min(head_dim, 64), min(v_head_dim, 64)
     mask = _pick(rng, MASKS)
     scaled = kv_dtype.startswith("fp8") or rng.random() < 0.2
     case = Case(
@@ -142,7 +152,7 @@ def _draw_shape(rng: Random) -> Shape:
         v_head_dim=v_head_dim,
         q_len=q_len,
         lengths=(),
-        policy=_draw_policy(rng),
+        policy="auto" if crowd and rng.random() < 0.8 else _draw_policy(rng),
         return_lse=rng.random() < 0.9,
         window=1 if rng.random() < 0.3 else None,  # the numbers come with the case
         softcap=1.0 if rng.random() < 0.2 else None,
@@ -152,6 +162,7 @@ def _draw_shape(rng: Random) -> Shape:
         mask_dims=tuple(rng.random() < share for share in (0.7, 0.5, 0.8, 0.93)),  # type: ignore[arg-type]
         k_scale=_pick(rng, SCALES) if scaled else None,
         v_scale=_pick(rng, SCALES) if scaled else None,
+        shared=crowd,
         latent=v_head_dim <= head_dim and rng.random() < (0.5 if head_dim == 576 else 0.06),
     )
     in_f32 = "f32" in (q_dtype, kv_dtype) or (q_dtype != kv_dtype and not kv_dtype.startswith("fp8"))
@@ -159,7 +170,7 @@ def _draw_shape(rng: Random) -> Shape:
     if rng.random() < 0.3:
         pages = (pages[0], pages[0])
     lens = (_pick(rng, LENS), _pick(rng, LENS))
-    return Shape(case, pages, lens, odd=rng.random() < (0.08 if in_f32 else 0.3))
+    return Shape(case, pages, lens, odd=rng.random() < (0.08 if in_f32 else 0.3), crowd=crowd)
 
 
 def _draw_dims(rng: Random) -> tuple[int, int]:
@@ -202,15 +213,20 @@ def _draw_geometry(rng: Random, shape: Shape, which: int, need: int = 0, page_si
     case = shape.case
     page_size = shape.page_sizes[which] if page_size == -1 else page_size
     large = rng.random() < 0.02
-    work = (150e6 if large else 20e6) / (case.num_q_heads * case.queries * (case.head_dim + case.v_head_dim))
-    most = int(max(min(work, (24e6 if large else 3e6) / _bytes_per_key(case)), 40))
+    most = _most_keys(case, large)
     longest = rng.choice((rng.randint(1, 32), rng.randint(20, 130), rng.randint(100, 700), rng.randint(100, 700)))
     longest = rng.randint(1000, 6000) if large or rng.random() < 0.02 else longest
     longest = max(min(longest, most), need)
     batch = max(min(_pick(rng, BATCHES), most // max(longest, page_size or 1)), 1)
+    if shape.crowd:
+        batch, longest = rng.choice(CROWD), max(rng.randint(600, 1400), need)
     capacity = longest + rng.choice((0, 0, 1, rng.randint(0, 16), longest // 2))
     if need == 0 and rng.random() < 0.005:
         capacity = 0
+    masked = case.mask is not None and case.mask_dims[3]
+    if page_size is not None and not masked and rng.random() < 0.12:
+        wide = min(rng.choice(ROOMY), ROOMY_COLUMNS // batch * page_size)
+        capacity = max(capacity, wide) if wide >= ROOMY[0] else capacity
     if page_size is not None:
         capacity = ceil_div(capacity, page_size) * page_size
     pads = (0, 1, 3, 7, 16, 40) if shape.odd else (0, 0, 0, 16, 32)
@@ -232,6 +248,12 @@ def _draw_geometry(rng: Random, shape: Shape, which: int, need: int = 0, page_si
             own_out=rng.random() < 0.4,
         ),
     )
+
+
+def _most_keys(case: Case, large: bool) -> int:
+    """Keys of all rows together that keep a case quick: by multiply-adds, and by bytes."""
+    work = (150e6 if large else 20e6) / (case.num_q_heads * case.queries * (case.head_dim + case.v_head_dim))
+    return int(max(min(work, (24e6 if large else 3e6) / _bytes_per_key(case)), 40))
 
 
 def _free_fields(rng: Random, geometry: Geometry) -> Geometry:
@@ -284,13 +306,13 @@ def _launch_class(case: Case, geometry: Geometry) -> tuple[object, ...]:
 
 def _draw_values(rng: Random, case: Case) -> Case:
     base = case.base
-    shared = rng.random() < 0.06
-    case = replace(case, seed=rng.randrange(2**31), lengths=_draw_lengths(rng, base), shared=shared)
+    shared = case.shared or rng.random() < 0.06
+    case = replace(case, seed=rng.randrange(2**31), lengths=_draw_lengths(rng, case), shared=shared)
     longest = max(min(max(case.lengths), base.capacity), 1)
     root = case.head_dim**-0.5
     case = replace(
         case,
-        softmax_scale=rng.choice((None, None, None, root, 0.5 * root, 2 * root, -root, 0.0)),
+        softmax_scale=rng.choice((None, None, None, root, 0.5 * root, 2 * root, 8 * root, -root, 0.0)),
         tree=case.mask is not None and case.mask_dims[3] and rng.random() < 0.3,
     )
     if case.window is not None:
@@ -310,18 +332,21 @@ def _draw_values(rng: Random, case: Case) -> Case:
     return case
 
 
-def _draw_lengths(rng: Random, base: Geometry) -> tuple[int, ...]:
-    capacity, huge = base.capacity, 2**40 if base.lens == "int64" else HUGE
+def _draw_lengths(rng: Random, case: Case) -> tuple[int, ...]:
+    base, huge = case.base, 2**40 if case.base.lens == "int64" else HUGE
+    roomy = base.capacity >= ROOMY[0]
+    room = _most_keys(case, large=False) // (1 if case.shared else base.batch)
+    most = min(base.capacity, max(room, 8), 1400) if roomy else base.capacity
 
     def inside() -> int:
-        near = 64 * rng.randint(0, capacity // 64) + rng.randint(-1, 1)
-        small, anywhere = rng.randint(1, 20), rng.randint(0, capacity)
-        wanted = rng.choices((0, capacity, near, small, anywhere), (5, 12, 20, 13, 50))[0]
-        return min(max(wanted, 0), capacity)
+        near = 64 * rng.randint(0, most // 64) + rng.randint(-1, 1)
+        small, anywhere = rng.randint(1, 20), rng.randint(0, most)
+        wanted = rng.choices((0, most, near, small, anywhere), (5, 12, 20, 13, 50))[0]
+        return min(max(wanted, 0), most)
 
     if base.lens == "int":
         return (inside(),) * base.batch
-    hostile = (capacity + rng.randint(1, 5), huge, -1, -huge)
+    hostile = (-1, -huge) if roomy else (base.capacity + rng.randint(1, 5), huge, -1, -huge)
     return tuple(rng.choice(hostile) if rng.random() < 0.04 else inside() for _ in range(base.batch))
 
 

@@ -22,7 +22,7 @@ from .tensors import DTYPES, Values
 F32_MAX_ABS = 1e-5
 """out at unit-normal V, and lse relative, where arithmetic is in f32 (contract.md, Numbers)."""
 LOGITS_AT_EASE = 16.0
-"""Logits up to here cost no more than the above; larger ones carry a proportionally larger f32 rounding."""
+"""Logits and softcaps up to here cost no more than the above; larger ones carry a proportionally larger rounding."""
 F32_TYPICAL = 0.2
 """Of the largest f32 error, what a row may have on average."""
 PLAIN_FACTOR = 2.0
@@ -99,7 +99,7 @@ def solve(case: Case, values: Values, device: str = "cpu") -> Truth:
     weights = torch.exp(logits - lse.masked_fill(empty, 0.0)[..., None])
     out = (weights.view(*grouped, keys) @ v * v_scale).view(*logits.shape[:3], case.v_head_dim)
 
-    strain = (size / LOGITS_AT_EASE).clamp_min(1.0)
+    strain = (size / LOGITS_AT_EASE).clamp_min(max((case.softcap or 0.0) / LOGITS_AT_EASE, 1.0))
     in_f32 = F32_MAX_ABS * (v_scale.abs().expand(*grouped, 1).reshape(strain.shape) * strain)[..., None]
     rounded = out.to(DTYPES[case.q_dtype]).double() - out
     bound = unit_roundoff(case.q_dtype) * out.abs() + in_f32

@@ -25,6 +25,13 @@ bench_app = typer.Typer(
 )
 
 
+Out = Annotated[Path | None, typer.Option(help="Also write the result to this JSON file.")]
+Commit = Annotated[str | None, typer.Option(help="Source commit, where there is no git history.")]
+Dirty = Annotated[
+    bool | None, typer.Option("--dirty/--clean", help="Whether that source was changed. Default: unknown.")
+]
+
+
 @bench_app.callback()
 def _root() -> None:
     """Longer runs with result files."""
@@ -43,13 +50,10 @@ def fuzz(
     only: Annotated[int | None, typer.Option(min=0, help="Run this one case of the run.")] = None,
     case: Annotated[str | None, typer.Option(help="Run this case, as JSON (what a failure prints).")] = None,
     shrink: Annotated[bool, typer.Option("--shrink", help="With --only or --case: look for a smaller one.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Also write the result to this JSON file.")] = None,
+    out: Out = None,
     json: Json = False,
-    commit: Annotated[str | None, typer.Option(help="Source commit, where there is no git history.")] = None,
-    dirty: Annotated[
-        bool | None,
-        typer.Option("--dirty/--clean", help="Whether that source was changed. Default: unknown."),
-    ] = None,
+    commit: Commit = None,
+    dirty: Dirty = None,
 ) -> None:
     """Hold random problems over the whole argument space against float64.
 

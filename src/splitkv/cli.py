@@ -1,4 +1,4 @@
-"""The console script `splitkv`. Its commands live in bench/commands.py; this file only says what is
+"""The console script `splitkv`. Its commands live in bench/commands.py and bench/app.py; this file only says what is
 missing."""
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ def main() -> None:
     except ModuleNotFoundError:
         print(HINT, file=sys.stderr)
         raise SystemExit(2) from None
+    from .bench.app import bench_app
     from .bench.commands import app
 
+    app.add_typer(bench_app)
     app(prog_name="splitkv")
 
 

@@ -16,8 +16,12 @@ def main() -> None:
     except ModuleNotFoundError:
         print(HINT, file=sys.stderr)
         raise SystemExit(2) from None
+    from .bench.app import bench_app
     from .bench.commands import app
+    from .bench.report_command import EXAMPLE, report
 
+    app.add_typer(bench_app, name="bench")
+    app.command(epilog=EXAMPLE)(report)
     app(prog_name="splitkv")
 
 

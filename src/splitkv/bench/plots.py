@@ -1,0 +1,270 @@
+"""The figures of `splitkv report`. Each function takes rows of result files and returns a matplotlib figure.
+
+One look for all: ours in one strong colour, the floor black, the goal dashed, every peer its own quiet colour
+wherever it appears. A hollow marker is a peer whose error is over four times ours (it rounds the query to fp8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from .summary import OURS, Line, Row, bandwidth_share, best_peer, fit_line, goal_us, peers, speedup
+
+BLUE, GREEN, RED, INK, GREY = "#0b62d6", "#1a8a4a", "#c8382e", "#1d232b", "#8a94a0"
+QUIET = ("#e08a1e", "#8d5fc4", "#3aa6a0", "#b5607c", "#7d8c2f", "#a0522d", "#5b7fa6", "#c49a2b", "#6b6b6b")
+PANEL = (4.6, 3.4)
+"""Inches of one panel."""
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e3e7ec",
+    "grid.linewidth": 0.8,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.hashsalt": "splitkv",
+}
+
+Colours = dict[str, str]
+
+
+def colours_of(rows: Iterable[Row]) -> Colours:
+    """One colour per contender, the same in every figure of a report."""
+    names = dict.fromkeys(name for row in rows for name in row["us"] if name != OURS)
+    return {OURS: BLUE, **{name: QUIET[n % len(QUIET)] for n, name in enumerate(sorted(names))}}
+
+
+def keys_text(keys: float) -> str:
+    """Tokens as people say them: 512, 4k, 20k, 262k."""
+    return f"{keys:.0f}" if keys < 1000 else f"{keys / 1000:.3g}k"
+
+
+def us_text(us: float) -> str:
+    """Microseconds, milliseconds from 1,000 on, with as many digits as are worth reading."""
+    return f"{us:.1f}" if us < 100 else f"{us:.0f}" if us < 10_000 else f"{us / 1000:.0f} ms"
+
+
+def panels(count: int, columns: int = 3, size: tuple[float, float] = PANEL) -> tuple[Figure, list[Any]]:
+    """A figure of `count` axes in rows of up to `columns`."""
+    columns = min(columns, count)
+    lines = -(-count // columns)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(size[0] * columns, size[1] * lines), layout="constrained")
+        axes = figure.subplots(lines, columns, squeeze=False).flatten().tolist()
+    for spare in axes[count:]:
+        spare.remove()
+    return figure, axes[:count]
+
+
+def _log_x(axes: Any, keys: Sequence[float]) -> None:
+    """A logarithmic axis that names the lengths measured, as far as there is room."""
+    axes.set_xscale("log", base=2)
+    shown: list[float] = []
+    for value in sorted(set(keys)):
+        if not shown or value >= 1.45 * shown[-1]:
+            shown.append(value)
+    axes.set_xticks(shown, [keys_text(value) for value in shown])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="x", which="minor", length=0)
+    axes.set_xlabel("keys per row")
+
+
+def _log_us(axes: Any) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("µs per call")
+
+
+def _points(rows: Sequence[Row], value: Callable[[Row], float | None]) -> tuple[list[float], list[float]]:
+    pairs = sorted((row["seq_len"], found) for row in rows if (found := value(row)) is not None)
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def _contenders(rows: Sequence[Row]) -> list[str]:
+    """Peers in alphabetical order, then ours, so that ours is drawn on top."""
+    names = {name for row in rows for name in row["us"]}
+    return [*sorted(names - {OURS}), *({OURS} & names)]
+
+
+def time_against_length(series: dict[str, list[Row]], colours: Colours, goal: bool = True) -> Figure:
+    """One panel per series (its key is the title): µs of every contender against length, floor and goal."""
+    figure, axes = panels(len(series))
+    labelled: dict[str, Any] = {}
+    for (title, rows), ax in zip(series.items(), axes, strict=True):
+        labelled["floor"] = ax.plot(*_points(rows, lambda row: row["floor_us"]), color=INK, lw=1.2, zorder=2)[0]
+        if goal:
+            labelled["goal"] = ax.plot(*_points(rows, goal_us), color=INK, lw=1.0, ls=(0, (4, 3)), zorder=2)[0]
+        for name in _contenders(rows):
+            strong = name == OURS
+            style = {"lw": 2.4 if strong else 1.2, "ms": 6 if strong else 4.5, "zorder": 5 if strong else 3}
+            x, y = _points(rows, lambda row, name=name: row["us"].get(name))  # type: ignore[misc]
+            line = ax.plot(x, y, color=colours[name], marker="o", **style)[0]
+            rough = [peer for row in rows for peer in peers(row) if peer.name == name and peer.rough]
+            line.set_markerfacecolor("white" if rough else colours[name])
+            labelled.setdefault(name, line)
+        _log_x(ax, [row["seq_len"] for row in rows])
+        _log_us(ax)
+        ax.set_title(title, loc="left")
+    order = [name for name in (OURS, "floor", "goal") if name in labelled]
+    order += sorted(set(labelled) - set(order))
+    _legend(figure, [(name, labelled[name]) for name in order])
+    return figure
+
+
+def share_against_length(series: dict[str, list[Row]], colours: Colours) -> Figure:
+    """One panel per series: the share of the read bandwidth, ours and every peer's."""
+    figure, axes = panels(len(series))
+    labelled: dict[str, Any] = {}
+    for (title, rows), ax in zip(series.items(), axes, strict=True):
+        for name in _contenders(rows):
+            strong = name == OURS
+            x, y = _points(rows, lambda row, name=name: bandwidth_share(row, name))  # type: ignore[misc]
+            style = {"lw": 2.4 if strong else 1.2, "ms": 6 if strong else 4.5, "zorder": 5 if strong else 3}
+            labelled.setdefault(
+                name, ax.plot(x, [100 * share for share in y], color=colours[name], marker="o", **style)[0]
+            )
+        ax.axhline(100, color=INK, lw=1.2)
+        _log_x(ax, [row["seq_len"] for row in rows])
+        ax.set_ylim(0, 108)
+        ax.set_ylabel("% of read bandwidth")
+        ax.set_title(title, loc="left")
+    _legend(figure, [(OURS, labelled[OURS]), *((name, labelled[name]) for name in sorted(labelled) if name != OURS)])
+    return figure
+
+
+def _legend(figure: Figure, entries: Sequence[tuple[str, Any]]) -> None:
+    names, handles = [name for name, _ in entries], [handle for _, handle in entries]
+    figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 8))
+
+
+def bars(rows: Sequence[Row], colours: Colours) -> Figure:
+    """Every case one line: the share of bandwidth of ours (bar) and of its best peer (dot)."""
+    figure, (ax,) = panels(1, size=(9.5, 1.3 + 0.27 * len(rows)))
+    drawn = list(reversed(rows))
+    for y, row in enumerate(drawn):
+        share, peer = bandwidth_share(row), best_peer(row)
+        if share is not None:
+            ax.barh(y, 100 * share, color=BLUE, height=0.62, zorder=2)
+            ax.text(
+                100 * share - 1, y, f"{100 * share:.0f}", va="center", ha="right", color="white", fontsize=8, zorder=4
+            )
+        if peer is not None:
+            style = {"markerfacecolor": "white"} if peer.rough else {}
+            ax.plot(
+                100 * row["floor_us"] / peer.us,
+                y,
+                "o",
+                color=colours[peer.name],
+                ms=6,
+                zorder=5,
+                label=peer.name,
+                **style,
+            )
+    _case_axis(ax, drawn)
+    ax.set_xlim(0, 105)
+    ax.axvline(100, color=INK, lw=1.2)
+    ax.set_xlabel("% of the read bandwidth measured in the same run (bar: splitkv; dot: the best peer)")
+    handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    if handles:
+        _legend(figure, sorted(handles.items()))
+    return figure
+
+
+def _inside(ax: Any, percent: float, y: int) -> None:
+    """The number at the end of its bar, or beside a bar too short to hold it."""
+    short = percent < 6
+    align, colour = ("left", INK) if short else ("right", "white")
+    ax.text(percent + (1 if short else -1), y, f"{percent:.0f}", va="center", ha=align, color=colour, size=8, zorder=4)
+
+
+def speedup_bars(rows: Sequence[Row]) -> Figure:
+    """Every case with a peer one line: the best peer's time over ours, 1 being equal."""
+    found = [(row, gain, best_peer(row)) for row in rows if (gain := speedup(row)) is not None]
+    drawn = list(reversed(found))
+    figure, (ax,) = panels(1, size=(9.5, 1.3 + 0.27 * len(drawn)))
+    for y, (_, gain, peer) in enumerate(drawn):
+        ax.barh(y, gain - 1, left=1, color=GREEN if gain >= 1 else RED, height=0.62, zorder=2)
+        rough = " (rounds q to fp8)" if peer and peer.rough else ""
+        text = f"{gain:.2f}x  {peer.name if peer else ''}{rough}"
+        ax.annotate(text, (max(gain, 1), y), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    _case_axis(ax, [row for row, _, _ in drawn])
+    gains = [gain for _, gain, _ in drawn]
+    if max(gains) > 20 * min(gains):
+        ax.set_xscale("log")
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+    else:
+        ax.set_xlim(min(0.9, *gains) - 0.02, max(1.1, *gains) * 1.22)
+    ax.axvline(1, color=INK, lw=1.2)
+    ax.set_xlabel("time of the best other contender over time of splitkv")
+    return figure
+
+
+def _case_axis(ax: Any, rows: Sequence[Row]) -> None:
+    ax.set_yticks(range(len(rows)), [row["case"] for row in rows])
+    ax.set_ylim(-0.7, len(rows) - 0.3)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False, axis="y")
+
+
+COSTS = {
+    "cost-length": ("keys per row", lambda row: row["seq_len"]),
+    "cost-batch": ("rows", lambda row: row["batch"]),
+    "cost-heads": ("KV heads", lambda row: row["num_kv_heads"]),
+}
+
+
+def cost_line(group: str, rows: Sequence[Row]) -> Line | None:
+    """The straight line through ours against what grows in a group."""
+    value = COSTS[group][1]
+    return fit_line((value(row), row["us"][OURS]) for row in rows if OURS in row["us"])
+
+
+def costs(found: dict[str, list[Row]]) -> Figure:
+    """Ours against length, rows, heads with straight lines through them, and against unused capacity."""
+    figure, axes = panels(len(found), columns=2)
+    for (group, rows), ax in zip(found.items(), axes, strict=True):
+        timed = [row for row in rows if OURS in row["us"]]
+        if group in COSTS:
+            label, value = COSTS[group]
+            x = [value(row) for row in timed]
+            line = cost_line(group, rows)
+            if line is not None:
+                ends = [0, max(x)]
+                text = f"{line.intercept:.1f} µs + {_slope_text(line.slope, label)}, R² = {line.r2:.5f}"
+                ax.plot(ends, [line.intercept + line.slope * end for end in ends], color=GREY, lw=1.2, label=text)
+            ax.plot(x, [row["us"][OURS] for row in timed], "o", color=BLUE, ms=6, label=OURS)
+            ax.plot(x, [row["floor_us"] for row in timed], color=INK, lw=1.2, label="floor")
+            ax.set_xlabel(label)
+            ax.set_ylim(bottom=0)
+            ax.set_xlim(left=0)
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: keys_text(value)))
+            ax.legend(loc="upper left")
+        else:
+            names = [keys_text(row["capacity"]) for row in timed]
+            drawn = ax.bar(names, [row["us"][OURS] for row in timed], color=BLUE, width=0.55)
+            ax.bar_label(drawn, [us_text(row["us"][OURS]) for row in timed], padding=2)
+            ax.margins(y=0.15)
+            ax.set_xlabel(f"capacity of the graph's cache, in keys ({keys_text(timed[0]['seq_len'])} of them valid)")
+        ax.set_ylabel("µs per call")
+        ax.set_title(f"against {group.removeprefix('cost-')}", loc="left")
+    return figure
+
+
+def _slope_text(slope: float, label: str) -> str:
+    return f"{1000 * slope:.3g} µs per 1,000 keys" if label.startswith("keys") else f"{slope:.3g} µs each"

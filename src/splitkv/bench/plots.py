@@ -1,13 +1,14 @@
 """The figures of `splitkv report`. Each function takes rows of result files and returns a matplotlib figure.
 
 One look for all: ours in one strong colour, the floor black, the goal dashed, every peer its own quiet colour
-wherever it appears. A hollow marker is a peer whose error is over four times ours (it rounds the query to fp8).
+wherever it appears. A hollow marker is a peer whose error is over four times ours, as where it rounds q to fp8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -17,8 +18,11 @@ from .summary import OURS, Line, Row, bandwidth_share, best_peer, fit_line, goal
 
 BLUE, GREEN, RED, INK, GREY = "#0b62d6", "#1a8a4a", "#c8382e", "#1d232b", "#8a94a0"
 QUIET = ("#e08a1e", "#8d5fc4", "#3aa6a0", "#b5607c", "#7d8c2f", "#a0522d", "#5b7fa6", "#c49a2b", "#6b6b6b")
-PANEL = (4.6, 3.4)
-"""Inches of one panel."""
+PANEL, LEGEND_INCHES = (4.6, 3.4), 1.5
+"""Inches of one panel, and across of one entry of a legend."""
+LEAST_EXCESS_US = 0.1
+"""What is nearer to the floor than this is drawn at this, as the axis is logarithmic."""
+GOAL_LINE = {"color": "#1d232b", "lw": 1.0, "ls": (0, (4, 3)), "zorder": 2}
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -41,6 +45,20 @@ STYLE = {
 }
 
 Colours = dict[str, str]
+Value = Callable[[Row, str], float | None]
+"""What a row says of a contender."""
+Draw = TypeVar("Draw", bound=Callable[..., Figure])
+
+
+def styled(draw: Draw) -> Draw:
+    """Draw a figure in STYLE, whatever the process has set."""
+
+    @wraps(draw)
+    def inside(*arguments: Any, **options: Any) -> Figure:
+        with matplotlib.rc_context(STYLE):
+            return draw(*arguments, **options)
+
+    return cast(Draw, inside)
 
 
 def colours_of(rows: Iterable[Row]) -> Colours:
@@ -51,7 +69,7 @@ def colours_of(rows: Iterable[Row]) -> Colours:
 
 def keys_text(keys: float) -> str:
     """Tokens as people say them: 512, 4k, 20k, 262k."""
-    return f"{keys:.0f}" if keys < 1000 else f"{keys / 1000:.3g}k"
+    return f"{keys:.0f}" if keys < 1000 else f"{keys / 1000:.2g}k" if keys < 99_500 else f"{keys / 1000:.0f}k"
 
 
 def us_text(us: float) -> str:
@@ -63,9 +81,8 @@ def panels(count: int, columns: int = 3, size: tuple[float, float] = PANEL) -> t
     """A figure of `count` axes in rows of up to `columns`."""
     columns = min(columns, count)
     lines = -(-count // columns)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(size[0] * columns, size[1] * lines), layout="constrained")
-        axes = figure.subplots(lines, columns, squeeze=False).flatten().tolist()
+    figure = Figure(figsize=(size[0] * columns, size[1] * lines), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False).flatten().tolist()
     for spare in axes[count:]:
         spare.remove()
     return figure, axes[:count]
@@ -84,11 +101,11 @@ def _log_x(axes: Any, keys: Sequence[float]) -> None:
     axes.set_xlabel("keys per row")
 
 
-def _log_us(axes: Any) -> None:
+def _log_us(axes: Any, label: str) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylabel("µs per call")
+    axes.set_ylabel(label)
 
 
 def _points(rows: Sequence[Row], value: Callable[[Row], float | None]) -> tuple[list[float], list[float]]:
@@ -102,97 +119,129 @@ def _contenders(rows: Sequence[Row]) -> list[str]:
     return [*sorted(names - {OURS}), *({OURS} & names)]
 
 
-def time_against_length(series: dict[str, list[Row]], colours: Colours, goal: bool = True) -> Figure:
+def _curves(
+    ax: Any, rows: Sequence[Row], colours: Colours, value: Callable[[Row, str], float | None]
+) -> dict[str, Any]:
+    """One line per contender through value(row, name), ours strong and on top. Returns the lines by name."""
+    lines = {}
+    for name in _contenders(rows):
+        style: dict[str, Any] = {"lw": 1.2, "ms": 4.5, "zorder": 3}
+        if name == OURS:
+            style = {"lw": 2.4, "ms": 6, "zorder": 5}
+        rough = any(peer.rough for row in rows for peer in peers(row) if peer.name == name)
+        style |= {"color": colours[name], "markerfacecolor": "white" if rough else colours[name]}
+        lines[name] = ax.plot(*_points(rows, partial(_named, value, name)), marker="o", **style)[0]
+    return lines
+
+
+def _named(value: Value, name: str, row: Row) -> float | None:
+    return value(row, name)
+
+
+def _time(row: Row, name: str) -> float | None:
+    return row["us"].get(name)
+
+
+def _excess(row: Row, name: str) -> float | None:
+    us = row["us"].get(name)
+    return None if us is None else max(us - row["floor_us"], LEAST_EXCESS_US)
+
+
+def _percent(row: Row, name: str) -> float | None:
+    share = bandwidth_share(row, name)
+    return None if share is None else 100 * share
+
+
+@styled
+def time_against_length(series: dict[str, list[Row]], colours: Colours) -> Figure:
     """One panel per series (its key is the title): µs of every contender against length, floor and goal."""
     figure, axes = panels(len(series))
     labelled: dict[str, Any] = {}
     for (title, rows), ax in zip(series.items(), axes, strict=True):
         labelled["floor"] = ax.plot(*_points(rows, lambda row: row["floor_us"]), color=INK, lw=1.2, zorder=2)[0]
-        if goal:
-            labelled["goal"] = ax.plot(*_points(rows, goal_us), color=INK, lw=1.0, ls=(0, (4, 3)), zorder=2)[0]
-        for name in _contenders(rows):
-            strong = name == OURS
-            style = {"lw": 2.4 if strong else 1.2, "ms": 6 if strong else 4.5, "zorder": 5 if strong else 3}
-            x, y = _points(rows, lambda row, name=name: row["us"].get(name))  # type: ignore[misc]
-            line = ax.plot(x, y, color=colours[name], marker="o", **style)[0]
-            rough = [peer for row in rows for peer in peers(row) if peer.name == name and peer.rough]
-            line.set_markerfacecolor("white" if rough else colours[name])
-            labelled.setdefault(name, line)
-        _log_x(ax, [row["seq_len"] for row in rows])
-        _log_us(ax)
-        ax.set_title(title, loc="left")
-    order = [name for name in (OURS, "floor", "goal") if name in labelled]
-    order += sorted(set(labelled) - set(order))
-    _legend(figure, [(name, labelled[name]) for name in order])
+        labelled["goal"] = ax.plot(*_points(rows, goal_us), **GOAL_LINE)[0]
+        labelled = {**_curves(ax, rows, colours, _time), **labelled}
+        _length_panel(ax, rows, title)
+        _log_us(ax, "µs per call")
+    _legend(figure, labelled)
     return figure
 
 
+@styled
+def excess_against_length(series: dict[str, list[Row]], colours: Colours) -> Figure:
+    """One panel per series: µs above the floor, where contenders that all read at full speed still differ."""
+    figure, axes = panels(len(series))
+    labelled: dict[str, Any] = {}
+    for (title, rows), ax in zip(series.items(), axes, strict=True):
+        labelled["goal"] = ax.plot(*_points(rows, lambda row: goal_us(row) - row["floor_us"]), **GOAL_LINE)[0]
+        labelled = {**_curves(ax, rows, colours, _excess), **labelled}
+        _length_panel(ax, rows, title)
+        _log_us(ax, "µs above the floor")
+    _legend(figure, labelled)
+    return figure
+
+
+@styled
 def share_against_length(series: dict[str, list[Row]], colours: Colours) -> Figure:
     """One panel per series: the share of the read bandwidth, ours and every peer's."""
     figure, axes = panels(len(series))
     labelled: dict[str, Any] = {}
     for (title, rows), ax in zip(series.items(), axes, strict=True):
-        for name in _contenders(rows):
-            strong = name == OURS
-            x, y = _points(rows, lambda row, name=name: bandwidth_share(row, name))  # type: ignore[misc]
-            style = {"lw": 2.4 if strong else 1.2, "ms": 6 if strong else 4.5, "zorder": 5 if strong else 3}
-            labelled.setdefault(
-                name, ax.plot(x, [100 * share for share in y], color=colours[name], marker="o", **style)[0]
-            )
+        labelled |= _curves(ax, rows, colours, _percent)
         ax.axhline(100, color=INK, lw=1.2)
-        _log_x(ax, [row["seq_len"] for row in rows])
+        _length_panel(ax, rows, title)
         ax.set_ylim(0, 108)
         ax.set_ylabel("% of read bandwidth")
-        ax.set_title(title, loc="left")
-    _legend(figure, [(OURS, labelled[OURS]), *((name, labelled[name]) for name in sorted(labelled) if name != OURS)])
+    _legend(figure, labelled)
     return figure
 
 
-def _legend(figure: Figure, entries: Sequence[tuple[str, Any]]) -> None:
-    names, handles = [name for name, _ in entries], [handle for _, handle in entries]
-    figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 8))
+def _length_panel(ax: Any, rows: Sequence[Row], title: str) -> None:
+    _log_x(ax, [row["seq_len"] for row in rows])
+    ax.set_title(title, loc="left")
 
 
+def _legend(figure: Figure, labelled: dict[str, Any]) -> None:
+    """One legend over all panels: ours, floor and goal first, the peers in alphabetical order."""
+    first = [name for name in (OURS, "floor", "goal") if name in labelled]
+    names = [*first, *sorted(set(labelled) - set(first))]
+    columns = max(1, min(len(names), int(figure.get_figwidth() / LEGEND_INCHES)))
+    figure.legend([labelled[name] for name in names], names, loc="outside upper center", ncols=columns)
+
+
+@styled
 def bars(rows: Sequence[Row], colours: Colours) -> Figure:
-    """Every case one line: the share of bandwidth of ours (bar) and of its best peer (dot)."""
+    """Every case one line: the share of bandwidth of ours (bar), of its best peer (dot) and of the goal (tick)."""
     figure, (ax,) = panels(1, size=(9.5, 1.3 + 0.27 * len(rows)))
     drawn = list(reversed(rows))
     for y, row in enumerate(drawn):
         share, peer = bandwidth_share(row), best_peer(row)
         if share is not None:
             ax.barh(y, 100 * share, color=BLUE, height=0.62, zorder=2)
-            ax.text(
-                100 * share - 1, y, f"{100 * share:.0f}", va="center", ha="right", color="white", fontsize=8, zorder=4
-            )
+            _number(ax, 100 * share, y)
+        ax.plot(100 * row["floor_us"] / goal_us(row), y, "|", color=INK, ms=11, mew=1.6, zorder=4, label="goal")
         if peer is not None:
-            style = {"markerfacecolor": "white"} if peer.rough else {}
-            ax.plot(
-                100 * row["floor_us"] / peer.us,
-                y,
-                "o",
-                color=colours[peer.name],
-                ms=6,
-                zorder=5,
-                label=peer.name,
-                **style,
-            )
+            colour = colours[peer.name]
+            style: dict[str, Any] = {"color": colour, "markerfacecolor": "white" if peer.rough else colour, "ms": 6}
+            ax.plot(100 * row["floor_us"] / peer.us, y, "o", label=peer.name, zorder=5, **style)
     _case_axis(ax, drawn)
     ax.set_xlim(0, 105)
     ax.axvline(100, color=INK, lw=1.2)
-    ax.set_xlabel("% of the read bandwidth measured in the same run (bar: splitkv; dot: the best peer)")
-    handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-    if handles:
-        _legend(figure, sorted(handles.items()))
+    ax.set_xlabel("% of the read bandwidth measured in the same run (bar: splitkv; dot: the best other)")
+    labelled = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    if labelled:
+        _legend(figure, labelled)
     return figure
 
 
-def _inside(ax: Any, percent: float, y: int) -> None:
-    """The number at the end of its bar, or beside a bar too short to hold it."""
+def _number(ax: Any, percent: float, y: int) -> None:
+    """The number at the foot of its bar, or beside a bar too short to hold it."""
     short = percent < 6
-    align, colour = ("left", INK) if short else ("right", "white")
-    ax.text(percent + (1 if short else -1), y, f"{percent:.0f}", va="center", ha=align, color=colour, size=8, zorder=4)
+    x, colour = (percent + 1, INK) if short else (1, "white")
+    ax.text(x, y, f"{percent:.0f} %", va="center", color=colour, size=8, zorder=4)
 
 
+@styled
 def speedup_bars(rows: Sequence[Row]) -> Figure:
     """Every case with a peer one line: the best peer's time over ours, 1 being equal."""
     found = [(row, gain, best_peer(row)) for row in rows if (gain := speedup(row)) is not None]
@@ -200,8 +249,9 @@ def speedup_bars(rows: Sequence[Row]) -> Figure:
     figure, (ax,) = panels(1, size=(9.5, 1.3 + 0.27 * len(drawn)))
     for y, (_, gain, peer) in enumerate(drawn):
         ax.barh(y, gain - 1, left=1, color=GREEN if gain >= 1 else RED, height=0.62, zorder=2)
-        rough = " (rounds q to fp8)" if peer and peer.rough else ""
-        text = f"{gain:.2f}x  {peer.name if peer else ''}{rough}"
+        rough = " (error over 4 times ours)" if peer and peer.rough else ""
+        digits = f"{gain:.2f}" if gain < 10 else f"{gain:.0f}"
+        text = f"{digits}x  {peer.name if peer else ''}{rough}"
         ax.annotate(text, (max(gain, 1), y), (4, 0), textcoords="offset points", va="center", fontsize=8)
     _case_axis(ax, [row for row, _, _ in drawn])
     gains = [gain for _, gain, _ in drawn]
@@ -235,6 +285,7 @@ def cost_line(group: str, rows: Sequence[Row]) -> Line | None:
     return fit_line((value(row), row["us"][OURS]) for row in rows if OURS in row["us"])
 
 
+@styled
 def costs(found: dict[str, list[Row]]) -> Figure:
     """Ours against length, rows, heads with straight lines through them, and against unused capacity."""
     figure, axes = panels(len(found), columns=2)
@@ -246,15 +297,16 @@ def costs(found: dict[str, list[Row]]) -> Figure:
             line = cost_line(group, rows)
             if line is not None:
                 ends = [0, max(x)]
-                text = f"{line.intercept:.1f} µs + {_slope_text(line.slope, label)}, R² = {line.r2:.5f}"
+                text = f"{line.intercept:.1f} µs + {_slope_text(line.slope, label)}"
                 ax.plot(ends, [line.intercept + line.slope * end for end in ends], color=GREY, lw=1.2, label=text)
+                ax.set_title(f"R² = {line.r2:.5f}", loc="right", fontweight="normal")
             ax.plot(x, [row["us"][OURS] for row in timed], "o", color=BLUE, ms=6, label=OURS)
             ax.plot(x, [row["floor_us"] for row in timed], color=INK, lw=1.2, label="floor")
             ax.set_xlabel(label)
             ax.set_ylim(bottom=0)
             ax.set_xlim(left=0)
             ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: keys_text(value)))
-            ax.legend(loc="upper left")
+            ax.legend(loc="lower right")
         else:
             names = [keys_text(row["capacity"]) for row in timed]
             drawn = ax.bar(names, [row["us"][OURS] for row in timed], color=BLUE, width=0.55)

@@ -93,6 +93,8 @@ def plots_of(record: Record) -> list[Plot]:
     if series:
         text = "Microseconds per call against keys per row; floor: bytes of K and V over the measured read bandwidth."
         found.append(Plot("time", text, plots.time_against_length(series, colours)))
+        text = "Microseconds above the floor: launch, ramp, merge and what is lost of the bandwidth."
+        found.append(Plot("excess", text, plots.excess_against_length(series, colours)))
         text = "Share of the read bandwidth that was measured in the same run."
         found.append(Plot("bandwidth", text, plots.share_against_length(series, colours)))
     if record.data["schema"] == ATTENTION and compared:
@@ -237,7 +239,7 @@ def _notes(record: Record) -> str:
     rows = record.rows
     lines = []
     if any(peer.rough for row in rows if (peer := best_peer(row))):
-        lines.append("* its error is over four times ours: it rounds the query or the probabilities to fp8.")
+        lines.append("* its error is over four times ours, as where it rounds the query or the probabilities to fp8")
     reasons: dict[str, list[str]] = {}
     for row in rows:
         for name, reason in row.get("not_run", {}).items():

@@ -1,5 +1,7 @@
 """The views that contenders get: the same keys for everybody, and a float64 that agrees with the oracle."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -69,7 +71,7 @@ def test_no_two_sets_share_a_valid_key(case: AttentionCase) -> None:
     spans = [tensors.pool(i)[0] for i in range(SETS)]
     starts = [part.data_ptr() for part in spans]
     size = spans[0].numel() * spans[0].element_size()
-    assert all(b - a >= size for a, b in zip(starts, starts[1:], strict=False))
+    assert all(b - a >= size for a, b in pairwise(starts))
 
 
 def test_spare_capacity_reaches_over_later_sets_and_stays_inside_the_arena() -> None:

@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from .summary import OURS, Line, Row, bandwidth_share, best_peer, fit_line, goal_us, peers, speedup
+from .summary import COSTS, OURS, Row, bandwidth_share, best_peer, cost_line, goal_us, peers, speedup
 
 BLUE, GREEN, RED, INK, GREY = "#0b62d6", "#1a8a4a", "#c8382e", "#1d232b", "#8a94a0"
 QUIET = ("#e08a1e", "#8d5fc4", "#3aa6a0", "#b5607c", "#7d8c2f", "#a0522d", "#5b7fa6", "#c49a2b", "#6b6b6b")
@@ -272,19 +272,6 @@ def _case_axis(ax: Any, rows: Sequence[Row]) -> None:
     ax.grid(visible=False, axis="y")
 
 
-COSTS = {
-    "cost-length": ("keys per row", lambda row: row["seq_len"]),
-    "cost-batch": ("rows", lambda row: row["batch"]),
-    "cost-heads": ("KV heads", lambda row: row["num_kv_heads"]),
-}
-
-
-def cost_line(group: str, rows: Sequence[Row]) -> Line | None:
-    """The straight line through ours against what grows in a group."""
-    value = COSTS[group][1]
-    return fit_line((value(row), row["us"][OURS]) for row in rows if OURS in row["us"])
-
-
 @styled
 def costs(found: dict[str, list[Row]]) -> Figure:
     """Ours against length, rows, heads with straight lines through them, and against unused capacity."""
@@ -292,7 +279,7 @@ def costs(found: dict[str, list[Row]]) -> Figure:
     for (group, rows), ax in zip(found.items(), axes, strict=True):
         timed = [row for row in rows if OURS in row["us"]]
         if group in COSTS:
-            label, value = COSTS[group]
+            label, value = COSTS[group].label, COSTS[group].value
             x = [value(row) for row in timed]
             line = cost_line(group, rows)
             if line is not None:

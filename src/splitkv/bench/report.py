@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from .attention_cases import COST
 from .record import write_whole
-from .summary import OURS, Row, bandwidth_share, best_peer, goal_met, goal_us, groups, speedup
+from .summary import (
+    COSTS,
+    OURS,
+    Row,
+    bandwidth_share,
+    best_peer,
+    cost_line,
+    goal_met,
+    goal_us,
+    groups,
+    speedup,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,7 +75,13 @@ def load(path: Path) -> Record:
 
 
 def write_report(records: Sequence[Record], out: Path, plots_folder: Path | None = None) -> list[Path]:
-    """Draw the records, write the page, and the PNGs where a folder is given. Returns what was written."""
+    """Draw the records, write the page, and the PNGs where a folder is given. Returns what was written.
+
+    Raises ValueError if two records have the same name.
+    """
+    names = [record.name for record in records]
+    if len(set(names)) < len(names):
+        raise ValueError(f"results: expected files of different names, got {', '.join(names)}")
     drawn = {record.name: [(plot, _png(plot.figure)) for plot in plots_of(record)] for record in records}
     written = []
     if plots_folder is not None:
@@ -235,6 +252,23 @@ def _cells(row: Row) -> str:
     return "".join(f'<td class="{kind}">{escape(text)}</td>' for kind, text in cells)
 
 
+def cost_texts(record: Record) -> list[str]:
+    """One line per cost group: the straight line through ours, or the spread where nothing should change."""
+    lines = []
+    for group, rows in groups(record.rows).items():
+        timed = [row for row in rows if OURS in row["us"]]
+        if group in COSTS:
+            found = cost_line(group, timed)
+            if found is not None:
+                line = f"{found.intercept:.2f} µs + {found.slope:.3g} µs for each of the {COSTS[group].label}"
+                lines.append(f"{group}: {line}, R² = {found.r2:.5f}")
+        elif group.startswith(COST) and timed:
+            times = [row["us"][OURS] for row in timed]
+            ends = f"{min(row['capacity'] for row in timed)} and {max(row['capacity'] for row in timed)} keys"
+            lines.append(f"{group}: {max(times) - min(times):.2f} µs between capacities of {ends}")
+    return lines
+
+
 def _notes(record: Record) -> str:
     rows = record.rows
     lines = []
@@ -244,6 +278,7 @@ def _notes(record: Record) -> str:
     for row in rows:
         for name, reason in row.get("not_run", {}).items():
             reasons.setdefault(f"{name}: {reason}", []).append(row["case"])
+    lines += cost_texts(record)
     lines += [f"not run in {len(cases)} rows: {reason}" for reason, cases in sorted(reasons.items())]
     lines += [f"skipped {skip['case']}: {skip['reason']}" for skip in record.data.get("skipped", [])]
     return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>" if lines else ""

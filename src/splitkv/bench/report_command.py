@@ -32,5 +32,5 @@ def report(
 
         records = [load(path) for path in results]
         require_writable(out)
-    written = write_report(records, out, plots)
+        written = write_report(records, out, plots)
     typer.echo("\n".join(f"wrote {path}" for path in written))

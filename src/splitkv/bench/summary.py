@@ -5,7 +5,7 @@ Plain numbers out of plain dictionaries; needs neither torch nor a plotting libr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,27 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line | None:
         return None
     slope = sxy / sxx
     return Line(slope, mean_y - slope * mean_x, 1.0 if syy == 0 else sxy**2 / (sxx * syy))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What grows in a group of rows: its label on an axis, and its value in a row."""
+
+    label: str
+    value: Callable[[Row], float]
+
+
+COSTS = {
+    "cost-length": Cost("keys per row", lambda row: row["seq_len"]),
+    "cost-batch": Cost("rows", lambda row: row["batch"]),
+    "cost-heads": Cost("KV heads", lambda row: row["num_kv_heads"]),
+}
+
+
+def cost_line(group: str, rows: Sequence[Row]) -> Line | None:
+    """The straight line through ours against what grows in a group of COSTS."""
+    value = COSTS[group].value
+    return fit_line((value(row), row["us"][OURS]) for row in rows if OURS in row["us"])
 
 
 def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:

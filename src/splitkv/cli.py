@@ -1,4 +1,4 @@
-"""The console script `splitkv`. Its commands live in bench/commands.py; this file only says what is
+"""The console script `splitkv`. Its commands live in bench/commands.py and bench/app.py; this file only says what is
 missing."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
     from .bench.commands import app
     from .bench.report_command import EXAMPLE, report
 
-    app.add_typer(bench_app, name="bench")
+    app.add_typer(bench_app)
     app.command(epilog=EXAMPLE)(report)
     app(prog_name="splitkv")
 

@@ -23,7 +23,7 @@ PANEL, LEGEND_INCHES = (4.6, 3.4), 1.5
 LEAST_EXCESS_US = 0.1
 """What is nearer to the floor than this is drawn at this, as the axis is logarithmic."""
 GOAL_LINE = {"color": "#1d232b", "lw": 1.0, "ls": (0, (4, 3)), "zorder": 2}
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.titlesize": 10,

@@ -80,7 +80,7 @@ def run_attention(
     result = record.new_record(SCHEMA, command, source, options.device)
     neighbours = machine.Neighbours()
     run.report("compiling peers")
-    builds = _build_peers(options)
+    builds = build_peers(options)
     run.report("measuring the read bandwidth")
     bandwidth = read_bandwidth(options.device)
     try:
@@ -160,14 +160,15 @@ def _rotation(case: AttentionCase, device: str) -> Rotation | None:
     return plan_rotation(case.set_keys * case.key_bytes, budget, machine.cache_bytes(device))
 
 
-def _build_peers(options: AttentionOptions) -> dict[str, Any]:
-    """Compile what FlashInfer will need; a failure is recorded and left to the cases to meet again."""
+def build_peers(options: AttentionOptions) -> dict[str, Any]:
+    """Compile what FlashInfer will need, and say how long it took and what failed."""
     start = time.monotonic()
     try:
-        modules, error = build(options.contenders, options.cases), None
-    except Exception as failure:
-        modules, error = 0, _short(failure)
-    return {"flashinfer_modules": modules, "seconds": time.monotonic() - start, "error": error}
+        built, error = build(options.contenders, options.cases), None
+    except Exception as failure:  # the library is there and does not even import
+        built, error = {}, _short(failure)
+    failed = {name: reason for name, reason in built.items() if reason}
+    return {"modules": len(built), "failed": failed, "seconds": time.monotonic() - start, "error": error}
 
 
 # ---- one case ----------------------------------------------------------------------------------------------

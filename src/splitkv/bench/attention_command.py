@@ -25,6 +25,9 @@ def attention(
         str | None, typer.Option("--with", help="Contenders by name, such as splitkv,fa3. Default: all installed.")
     ] = None,
     listing: Annotated[bool, typer.Option("--list", help="Print the cases and contenders, run nothing.")] = False,
+    build_only: Annotated[
+        bool, typer.Option("--build-only", help="Compile what the contenders need, and stop.")
+    ] = False,
     limit_s: Annotated[float | None, typer.Option(min=1, help="Begin no case after this many seconds.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**30, help="Seed of the random keys and values.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Also write the result to this JSON file.")] = None,
@@ -54,12 +57,18 @@ def attention(
         typer.echo("\n".join([f"{case.group}: {case.name}" for case in picked]))
         typer.echo("\n".join(f"{contender.name}: {contender.what}" for contender in running))
         return
-    from .attention import AttentionOptions, run_attention
+    from .attention import AttentionOptions, build_peers, run_attention
     from .render import console, plain, progress_bar
 
     asked: dict[str, Any] = {"device": chosen, "cases": cases, "quick": quick, "with": contenders}
     command = command_line("bench attention", {**asked, "limit_s": limit_s, "seed": seed, "out": out})
     options = AttentionOptions(chosen, picked, running, seed, limit_s)
+    if build_only:
+        builds = build_peers(options)
+        sys.stdout.write(to_json(builds))
+        if builds["failed"] or builds["error"]:
+            raise fail("some modules did not compile")
+        return
     try:
         with progress_bar("attention") as progress:
             result = run_attention(options, source, command=command, progress=progress)

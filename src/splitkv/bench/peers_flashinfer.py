@@ -1,19 +1,21 @@
 """FlashInfer (flashinfer-python 0.6): CUDA-core decode, tensor-core decode, and XQA.
 
-It compiles a module per combination of dtypes, head size and (XQA) group size with nvcc and ninja; `build` compiles
-those of a whole run side by side before anything is timed. `plan` runs outside the timed call, once, as a server
-runs it once per step for all layers.
+It compiles a module per combination of dtypes, head size and (XQA) page and group size with nvcc and ninja; `build`
+compiles those of a whole run side by side before anything is timed. A module takes minutes of a core, so what bf16 and
+pages of 16 show already is not compiled again for f16 (but on CUDA cores) and for XQA on other pages. `plan` runs
+outside the timed call, once, as a server runs it once per step for all layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .attention_cases import AttentionCase
+from .attention_cases import PAGE_OF_PEERS, AttentionCase
 from .attention_data import CaseTensors
 from .cases import torch_dtype
 from .contender import Contender, first_reason, installed
@@ -22,6 +24,8 @@ from .timing import Call
 PACKAGE = "flashinfer-python"
 WORKSPACE_BYTES = 384 << 20
 """Scratch given to each wrapper; its documentation recommends 128 MiB."""
+BUILDS_AT_ONCE, BUILD_MESSAGE = 4, 400
+"""Modules compiled at a time, each in up to ten processes of about a gigabyte; characters kept of a complaint."""
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
 CUDA, TENSOR, XQA = "flashinfer-cuda", "flashinfer-tensor", "flashinfer-xqa"
 
@@ -42,8 +46,13 @@ def _unable_on_cuda_cores(case: AttentionCase) -> str | None:
     )
 
 
+def _unable_on_tensor_cores(case: AttentionCase) -> str | None:
+    return _unable(case) or first_reason((case.kv_dtype == "f16", "compiled for bf16 and fp8 caches only, here"))
+
+
 def _unable_in_xqa(case: AttentionCase) -> str | None:
-    return _unable(case) or first_reason(
+    return _unable_on_tensor_cores(case) or first_reason(
+        (case.pool_page != PAGE_OF_PEERS, f"compiled for pages of {PAGE_OF_PEERS} only, here"),
         (case.q_len > 1, "one query per row only, here"),
         (case.v_dim != case.head_dim, "runs equal head sizes of K and V only"),
     )
@@ -136,7 +145,7 @@ CONTENDERS = (
     Contender(
         TENSOR,
         "FlashInfer tensor-core decode (fa2); BatchPrefillWithPagedKVCacheWrapper for several queries or 192/128",
-        _unable,
+        _unable_on_tensor_cores,
         _decode(True),
         (PACKAGE,),
     ),
@@ -144,18 +153,24 @@ CONTENDERS = (
 )
 
 
-def build(contenders: Sequence[Contender], cases: Sequence[AttentionCase]) -> int:
-    """Compile every module that these contenders need for these cases, in parallel; returns how many.
+def build(contenders: Sequence[Contender], cases: Sequence[AttentionCase]) -> dict[str, str | None]:
+    """Compile every module that these contenders need for these cases; returns what was raised by module, or None.
 
-    Modules built before (FlashInfer keeps them on disk) cost nothing. Raises RuntimeError with ninja's output.
+    Modules built before (FlashInfer keeps them on disk) cost a moment. A module that fails is met again by its case.
     """
     names = {contender.name for contender in contenders}
-    specs = {spec.name: spec for name in (CUDA, TENSOR, XQA) if name in names for spec in _specs(name, cases)}
-    if specs:
-        from flashinfer.jit.core import build_jit_specs
+    specs = {spec.name: spec for name in (TENSOR, XQA, CUDA) if name in names for spec in _specs(name, cases)}
+    with ThreadPoolExecutor(BUILDS_AT_ONCE) as pool:
+        return dict(zip(specs, pool.map(_built, specs.values()), strict=True))
 
-        build_jit_specs(list(specs.values()))
-    return len(specs)
+
+def _built(spec: Any) -> str | None:
+    try:
+        if not spec.is_aot:
+            spec.build(verbose=False)
+    except Exception as failure:  # a compiler's complaint, whatever its form, must not end the run
+        return f"{type(failure).__name__}: {failure}"[-BUILD_MESSAGE:]
+    return None
 
 
 def _specs(name: str, cases: Sequence[AttentionCase]) -> list[Any]:

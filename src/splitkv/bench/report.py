@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 ATTENTION, RUNGS = "splitkv.attention.v1", "splitkv.rungs.v1"
 DPI = 130
-LEAST_LENGTHS = 3
-"""Lengths that a series needs before a curve through them says anything."""
+LEAST_LENGTHS = 2
+"""Lengths that a series needs before a line through them says anything."""
 
 
 @dataclass(frozen=True)

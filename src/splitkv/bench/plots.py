@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from .summary import COSTS, OURS, Row, bandwidth_share, best_peer, cost_line, goal_us, peers, speedup
 
@@ -22,6 +22,8 @@ PANEL, LEGEND_INCHES = (4.6, 3.4), 1.5
 """Inches of one panel, and across of one entry of a legend."""
 LEAST_EXCESS_US = 0.1
 """What is nearer to the floor than this is drawn at this, as the axis is logarithmic."""
+NARROW = 40
+"""A logarithmic axis of less than this ratio also names 2 and 5."""
 GOAL_LINE = {"color": "#1d232b", "lw": 1.0, "ls": (0, (4, 3)), "zorder": 2}
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -103,6 +105,9 @@ def _log_x(axes: Any, keys: Sequence[float]) -> None:
 
 def _log_us(axes: Any, label: str) -> None:
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high < NARROW * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel(label)

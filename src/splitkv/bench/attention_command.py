@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .commands import Json, fail, usage
-from .record import command_line, provenance, require_writable, to_json, write_record
+from .commands import Json, deliver, fail, usage
+from .record import command_line, provenance, require_writable, to_json
 
 EXAMPLE = 'Example: splitkv bench attention --cases "table|ragged" --with splitkv,sdpa-cudnn,fa3 --out attention.json'
 
@@ -58,7 +58,7 @@ def attention(
         typer.echo("\n".join(f"{contender.name}: {contender.what}" for contender in running))
         return
     from .attention import AttentionOptions, build_peers, run_attention
-    from .render import console, plain, progress_bar
+    from .render import progress_bar
 
     asked: dict[str, Any] = {"device": chosen, "cases": cases, "quick": quick, "with": contenders}
     command = command_line("bench attention", {**asked, "limit_s": limit_s, "seed": seed, "out": out})
@@ -74,14 +74,7 @@ def attention(
             result = run_attention(options, source, command=command, progress=progress)
     except RuntimeError as error:
         raise fail(str(error)) from error
-    if out is not None:
-        write_record(out, result)
-    if json:
-        sys.stdout.write(to_json(result))
-    else:
-        show(result)
-        if out is not None:
-            plain(console(), f"wrote {out}")
+    deliver(result, out, json, show)
     if result["failed_rows"] or not result["rows"]:
         raise typer.Exit(1)
 

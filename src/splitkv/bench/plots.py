@@ -24,7 +24,10 @@ LEAST_EXCESS_US = 0.1
 """What is nearer to the floor than this is drawn at this, as the axis is logarithmic."""
 NARROW = 40
 """A logarithmic axis of less than this ratio also names 2 and 5."""
-GOAL_LINE = {"color": "#1d232b", "lw": 1.0, "ls": (0, (4, 3)), "zorder": 2}
+BOUND_LINES: dict[str, Any] = {
+    "floor": {"color": INK, "lw": 1.2, "zorder": 2},
+    "goal": {"color": INK, "lw": 1.0, "ls": (0, (4, 3)), "zorder": 2},
+}
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -160,28 +163,34 @@ def _percent(row: Row, name: str) -> float | None:
 @styled
 def time_against_length(series: dict[str, list[Row]], colours: Colours) -> Figure:
     """One panel per series (its key is the title): µs of every contender against length, floor and goal."""
-    figure, axes = panels(len(series))
-    labelled: dict[str, Any] = {}
-    for (title, rows), ax in zip(series.items(), axes, strict=True):
-        labelled["floor"] = ax.plot(*_points(rows, lambda row: row["floor_us"]), color=INK, lw=1.2, zorder=2)[0]
-        labelled["goal"] = ax.plot(*_points(rows, goal_us), **GOAL_LINE)[0]
-        labelled = {**_curves(ax, rows, colours, _time), **labelled}
-        _length_panel(ax, rows, title)
-        _log_us(ax, "µs per call")
-    _legend(figure, labelled)
-    return figure
+    return _log_panels(series, colours, _time, {"floor": _floor, "goal": goal_us}, "µs per call")
 
 
 @styled
 def excess_against_length(series: dict[str, list[Row]], colours: Colours) -> Figure:
     """One panel per series: µs above the floor, where contenders that all read at full speed still differ."""
+    return _log_panels(series, colours, _excess, {"goal": _goal_excess}, "µs above the floor")
+
+
+def _floor(row: Row) -> float:
+    return float(row["floor_us"])
+
+
+def _goal_excess(row: Row) -> float:
+    return goal_us(row) - _floor(row)
+
+
+def _log_panels(
+    series: dict[str, list[Row]], colours: Colours, value: Value, bounds: dict[str, Callable[[Row], float]], label: str
+) -> Figure:
     figure, axes = panels(len(series))
     labelled: dict[str, Any] = {}
     for (title, rows), ax in zip(series.items(), axes, strict=True):
-        labelled["goal"] = ax.plot(*_points(rows, lambda row: goal_us(row) - row["floor_us"]), **GOAL_LINE)[0]
-        labelled = {**_curves(ax, rows, colours, _excess), **labelled}
+        for name, bound in bounds.items():
+            labelled[name] = ax.plot(*_points(rows, bound), **BOUND_LINES[name])[0]
+        labelled = {**_curves(ax, rows, colours, value), **labelled}
         _length_panel(ax, rows, title)
-        _log_us(ax, "µs above the floor")
+        _log_us(ax, label)
     _legend(figure, labelled)
     return figure
 

@@ -65,7 +65,7 @@ def test_a_contender_that_cannot_is_named_with_its_reason() -> None:
     assert reasons[1] == "does not run rows of different lengths"
     assert reasons[2] is None
     assert reasons[3] == "does not read fp8"
-    assert reasons[4] == "only splitkv is timed in cases of cost"
+    assert set(result["rows"][4]["us"]) == {OURS} and result["rows"][4]["not_run"] == {}  # a case of cost
 
 
 def test_a_peer_that_raises_costs_only_itself() -> None:
@@ -139,6 +139,20 @@ def test_a_case_larger_than_the_memory_is_skipped_with_its_size() -> None:
     result = run(cases=(large, CASES[0]))
     assert [row["case"] for row in result["rows"]] == [CASES[0].name]
     assert result["skipped"][0]["reason"].startswith("one KV set takes 0.05 GB")
+
+
+def test_a_case_that_raises_is_a_failure_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = attention._run_case
+
+    def short_of_memory(tensors: CaseTensors, *arguments: Any) -> dict[str, Any]:
+        if tensors.case.group == "ragged":
+            raise RuntimeError("out of memory")
+        return real(tensors, *arguments)
+
+    monkeypatch.setattr(attention, "_run_case", short_of_memory)
+    result = run(cases=CASES)
+    assert len(result["rows"]) == len(CASES) - 1 and result["failed_rows"] == 1
+    assert [skip["reason"] for skip in result["skipped"]] == ["RuntimeError: out of memory"]
 
 
 def test_a_broken_gpu_ends_the_run_with_the_rows_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

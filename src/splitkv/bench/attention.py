@@ -56,7 +56,7 @@ class DeviceBroken(RuntimeError):
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What to run. limit_s: no case is begun after this many seconds. Made by the command."""
+    """What to run. contenders: ours first. limit_s: no case is begun after this many seconds. Made by the command."""
 
     device: str
     cases: tuple[AttentionCase, ...]
@@ -103,7 +103,7 @@ def run_attention(
         "read_bandwidth_method": f"{bandwidth.variant}, {bandwidth.swept_bytes} bytes, median of {bandwidth.samples}",
         "other_processes_cores": neighbours.cores(),
         "wall_s": time.monotonic() - run.start,
-        "failed_rows": sum(not row["passed"] for row in rows),
+        "failed_rows": sum(not row["passed"] for row in rows) + run.failures,
         "skipped": run.skipped,
         "rows": rows,
     }
@@ -116,6 +116,7 @@ class _Run:
         self.options, self.start, self._progress = options, start, progress
         self.rows: list[dict[str, Any]] = []
         self.skipped: list[dict[str, str]] = []
+        self.failures = 0
 
     def report(self, text: str) -> None:
         self._progress(len(self.rows) + len(self.skipped), len(self.options.cases), text)
@@ -132,6 +133,8 @@ class _Run:
 
     def dtype_group(self, kv_dtype: str, bandwidth: Bandwidth) -> None:
         options, device = self.options, self.options.device
+        if device == "cuda":  # hand back the last dtype's arena, so that free memory reads true
+            torch.cuda.empty_cache()
         rotations: dict[AttentionCase, Rotation] = {}
         for case in options.cases:
             if case.kv_dtype == kv_dtype:
@@ -149,8 +152,15 @@ class _Run:
             self.report(case.name)
             if options.limit_s is not None and time.monotonic() - self.start > options.limit_s:
                 self.skip(case, f"the run had taken {options.limit_s:g} s")
-            else:
+                continue
+            try:
                 self.rows.append(_run_case(CaseTensors(case, rotation, arena), rotation, options, bandwidth))
+            except DeviceBroken:
+                raise
+            except Exception as failure:  # too little memory, or a plan refused: the other rows must not go with it
+                _require_working_device(failure, device)
+                self.skip(case, _short(failure))
+                self.failures += 1
 
 
 def _rotation(case: AttentionCase, device: str) -> Rotation | None:
@@ -215,8 +225,8 @@ def _run_case(
     calls: dict[str, Call] = {}
     row["err"], row["max_abs_err"] = {}, {}
     row["err_plain"], row["rounding"] = judge.plain.relative, judge.rounding
-    for contender in options.contenders:
-        reason = _unable(contender, case)
+    for contender in options.contenders[:1] if case.cost_only else options.contenders:
+        reason = contender.unable(case)
         if reason is None:
             try:
                 call = contender.make(tensors)
@@ -237,12 +247,6 @@ def _run_case(
     row["noisy"] = [name for name, timing in timings.items() if noisy(timing, options.device)]
     row["not_run"], row["passed"] = not_run, OURS in timings
     return row
-
-
-def _unable(contender: Contender, case: AttentionCase) -> str | None:
-    if case.cost_only and contender.name != OURS:
-        return "only splitkv is timed in cases of cost"
-    return contender.unable(case)
 
 
 def _outputs(call: Call, device: str) -> list[Tensor]:

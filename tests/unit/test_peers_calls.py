@@ -62,9 +62,7 @@ class Wrapper:
     ) -> None:
         assert workspace.dtype == torch.uint8 and kv_layout == "NHD" and not workspace.any()
 
-    def keep(
-        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, page: int, kv_data_type: torch.dtype
-    ) -> None:
+    def keep(self, indptr: Tensor, indices: Tensor, last: Tensor, page: int, kv_data_type: torch.dtype) -> None:
         counts = indptr.diff().tolist()
         self.table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
         for b, ids in enumerate(indices.split(counts)):

@@ -65,10 +65,11 @@ def test_help_has_an_example(words: tuple[str, ...]) -> None:
 def test_report_of_a_run(result_file: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "report.html"
-    done = script("report", str(result_file), "--out", str(out), "--plots", str(tmp_path))
+    done = script("report", str(result_file), "--out", str(out), "--plots", str(tmp_path), "--json")
     assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["written"][0] == str(out) and said["records"]["attention"]["timed"] == 1
     assert "1, 14/2, 64, 512, bf16" in out.read_text() and (tmp_path / "attention-cases.png").exists()
-    assert f"wrote {out}" in done.stdout
 
 
 def test_without_matplotlib_one_line_says_what_to_install(tmp_path: Path) -> None:

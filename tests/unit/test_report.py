@@ -90,6 +90,14 @@ def test_the_page_says_how_straight_time_is(tmp_path: Path) -> None:
     assert "cost-capacity: 0.00 µs between" in page
 
 
+def test_totals_count_what_the_rows_say(tmp_path: Path) -> None:
+    record = report.load(attention_file(tmp_path))
+    total = report.totals([record])["records"]["attention"]
+    cost = total.pop("cost")
+    assert total == {"rows": 13, "timed": 12, "ahead": 4, "compared": 4, "at_goal": 4, "goals": 5}
+    assert len(cost) == 3
+
+
 def test_rows_of_one_shape_make_a_series_if_there_are_two(tmp_path: Path) -> None:
     series = report.series_of(report.load(attention_file(tmp_path)).rows)
     assert list(series) == ["32/8 × 128, bf16"]

@@ -205,19 +205,16 @@ def _section(record: Record, drawn: Sequence[tuple[Plot, bytes]]) -> str:
 
 
 def _cards(record: Record) -> str:
-    rows = record.rows
-    timed = [row for row in rows if OURS in row["us"]]
-    shares = [share for row in timed if (share := bandwidth_share(row)) is not None]
-    gains = [gain for row in timed if (gain := speedup(row)) is not None]
+    total = totals([record])["records"][record.name]
+    shares = [share for row in record.rows if (share := bandwidth_share(row)) is not None]
     cards = [(f"{record.data['read_bandwidth_tb_s']:.3g} TB/s", "read bandwidth, same run")]
-    cards.append((f"{len(timed)} of {len(rows)}", "rows right and timed"))
+    cards.append((f"{total['timed']} of {total['rows']}", "rows right and timed"))
     if shares:
         cards.append((f"{max(shares):.0%}", "best share of bandwidth"))
-    if gains:
-        cards.append((f"{sum(gain >= 1 for gain in gains)} of {len(gains)}", "rows ahead of every other contender"))
+    if total["compared"]:
+        cards.append((f"{total['ahead']} of {total['compared']}", "rows ahead of every other contender"))
     if record.data["schema"] == ATTENTION:
-        goals = [row for row in rows if not row["group"].startswith(COST)]
-        cards.append((f"{sum(map(goal_met, goals))} of {len(goals)}", f"rows at the goal: {record.data['goal']}"))
+        cards.append((f"{total['at_goal']} of {total['goals']}", f"rows at the goal: {record.data['goal']}"))
     text = "".join(
         f"<div class='card'><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in cards
     )
@@ -250,6 +247,24 @@ def _cells(row: Row) -> str:
         ("good" if gain and gain >= 1 else "bad", f"{gain:.2f}×" if gain else ""),
     ]
     return "".join(f'<td class="{kind}">{escape(text)}</td>' for kind, text in cells)
+
+
+def totals(records: Sequence[Record]) -> dict[str, Any]:
+    """{"records": {name: rows in all, timed, ahead of every other contender, at the goal, and the cost lines}}."""
+    found = {}
+    for record in records:
+        compared = [row for row in record.rows if not row.get("group", "").startswith(COST)]
+        gains = [gain for row in compared if (gain := speedup(row)) is not None]
+        found[record.name] = {
+            "rows": len(record.rows),
+            "timed": sum(OURS in row["us"] for row in record.rows),
+            "ahead": sum(gain >= 1 for gain in gains),
+            "compared": len(gains),
+            "at_goal": sum(map(goal_met, compared)),
+            "goals": len(compared),
+            "cost": cost_texts(record),
+        }
+    return {"records": found}
 
 
 def cost_texts(record: Record) -> list[str]:

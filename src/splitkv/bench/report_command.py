@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .commands import fail, usage
+from .commands import Json, fail, usage
 
+SCHEMA = "splitkv.report.v1"
 EXAMPLE = "Example: splitkv report results/h200/attention.json results/h200/rungs.json --out report.html"
 
 
@@ -16,6 +18,7 @@ def report(
     results: Annotated[list[Path], typer.Argument(help="Result files of bench attention or rungs.")],
     out: Annotated[Path, typer.Option(help="The HTML page to write.")] = Path("report.html"),
     plots: Annotated[Path | None, typer.Option(help="Also write every figure as a PNG into this folder.")] = None,
+    json: Json = False,
 ) -> None:
     """Draw result files: one self-contained HTML page, and PNG plots.
 
@@ -27,10 +30,13 @@ def report(
     except ModuleNotFoundError:
         raise fail("splitkv report needs matplotlib: pip install 'splitkv[report]'") from None
     with usage():
-        from .record import require_writable
-        from .report import load, write_report
+        from .record import require_writable, to_json
+        from .report import load, totals, write_report
 
         records = [load(path) for path in results]
         require_writable(out)
         written = write_report(records, out, plots)
-    typer.echo("\n".join(f"wrote {path}" for path in written))
+    if json:
+        sys.stdout.write(to_json({"schema": SCHEMA, "written": [str(path) for path in written], **totals(records)}))
+    else:
+        typer.echo("\n".join(f"wrote {path}" for path in written))

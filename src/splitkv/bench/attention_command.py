@@ -84,34 +84,42 @@ def show(result: Mapping[str, Any]) -> None:
     from rich import box
     from rich.table import Table
 
-    from .render import console, plain, us_text
-    from .summary import best_peer
+    from .render import console, plain
+    from .summary import OURS, best_peer, goal_met, speedup
 
     out = console()
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in ("case (batch, heads, head_dim, keys, KV)", "best peer"):
-        table.add_column(name, no_wrap=True)
-    for name in ("floor\nus", "goal\nus", "splitkv\nus", "peer\nus", "speed\n-up", "err"):
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("case (batch, heads, head_dim, keys, KV)", overflow="fold")
+    for name in ("\nfloor", "\nsplitkv", "at\ngoal", "\nbest peer", "\npeer", "speed\n-up", "\nerror"):
         table.add_column(name, justify="right", no_wrap=True)
     previous = None
     for row in result["rows"]:
         if previous not in (None, row["group"]):
             table.add_section()
         previous = row["group"]
-        ours, peer = row["us"].get("splitkv"), best_peer(row)
-        cells = [row["case"], peer.name if peer else "", us_text(row["floor_us"]), us_text(row["goal_us"])]
-        cells += [us_text(ours) if ours else "FAILED", us_text(peer.us) if peer else ""]
-        cells += [f"{peer.us / ours:.2f}x" if peer and ours else "", f"{row['err'].get('splitkv', float('nan')):.1e}"]
-        met = ours is not None and ours <= row["goal_us"]
-        table.add_row(*cells, style="red" if ours is None else "green" if met else None)
+        ours, peer, gain = row["us"].get(OURS), best_peer(row), speedup(row)
+        cells = [row["case"], _time_text(row["floor_us"]), _time_text(ours) if ours else "FAILED"]
+        cells += ["yes" if goal_met(row) else "no", peer.name if peer else "", _time_text(peer.us) if peer else ""]
+        cells += [
+            (f"{gain:.2f}" if gain < 10 else f"{gain:.0f}") if gain else "",
+            f"{row['err'].get(OURS, float('nan')):.1e}",
+        ]
+        table.add_row(*cells, style="red" if ours is None else "green" if goal_met(row) else None)
     out.print(table)
     for row in result["rows"]:
         if not row["passed"]:
-            plain(out, f"FAILED {row['case']}: {row['not_run']['splitkv']}")
+            plain(out, f"FAILED {row['case']}: {row['not_run'][OURS]}")
     for line in sorted({f"{name}: {reason}" for row in result["rows"] for name, reason in row["not_run"].items()}):
         plain(out, f"not run {line}")
     for skip in result["skipped"]:
         plain(out, f"skipped {skip['case']}: {skip['reason']}")
     where = result.get("gpu") or f"{result['cpu']}, {result['threads']} threads"
     read = f"reads {result['read_bandwidth_tb_s'] * 1e3:.1f} GB/s, measured in this run"
-    plain(out, f"{where}; {read}; goal {result['goal']}; {result['wall_s']:.0f} s")
+    plain(out, f"times in us; {where}; {read}; goal {result['goal']}; {result['wall_s']:.0f} s")
+
+
+def _time_text(us: float) -> str:
+    """Microseconds, and milliseconds where a CPU takes that long."""
+    from .render import us_text
+
+    return us_text(us) if us < 10_000 else f"{us / 1000:,.0f} ms"

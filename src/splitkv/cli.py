@@ -18,8 +18,10 @@ def main() -> None:
         raise SystemExit(2) from None
     from .bench.app import bench_app
     from .bench.commands import app
+    from .bench.report_command import EXAMPLE, report
 
     app.add_typer(bench_app)
+    app.command(epilog=EXAMPLE)(report)
     app(prog_name="splitkv")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .attention_command import EXAMPLE, attention
 from .commands import Json, fail, usage
 from .record import command_line, provenance, require_writable, to_json, write_record
 
@@ -116,3 +117,6 @@ def _run_one(case: Case, options: FuzzOptions, shrink: bool) -> None:
     if shrink:
         typer.echo(f"shrunk: {shrunk(case, finding.failures, options).to_json()}")
     raise fail(f"{len(finding.failures)} checks of this case")
+
+
+bench_app.command(epilog=EXAMPLE)(attention)

@@ -44,7 +44,7 @@ def test_case_02_poison_past_the_end(decode: Decode, which: str, paged: bool) ->
     """0 x NaN is NaN: what lies past a row's length must not be multiplied by its weight of 0."""
     q = torch.randn(4, 8, 16)
     k, v = caches(128, batch=4)
-    ends, want = [32, 64, 96, 48], None
+    ends, want = [32, 61, 96, 13], None
     for fill in (0.0, math.nan, math.inf, 6e4):
         keys, values = k.clone(), v.clone()
         for row, end in enumerate(ends):
@@ -74,6 +74,18 @@ def test_case_08_the_window_counts_the_current_key(decode: Decode, window: int, 
         for policy in ("auto", "5"):
             out = decode(zero_q(), k, v, length, window=window, policy=policy)
             assert_close(out, 1 / min(window, length) if seen else 0.0)
+
+
+@pytest.mark.parametrize("past", [-1, 0, 1, 904, 258_048])
+def test_case_08_long_rows_and_windows(decode_here: Decode, past: int) -> None:
+    """Windows of 4,096 in rows from one key shorter to 262,144; in the interpreter a sixteenth of it."""
+    window, length = (256, 256 + past // 16) if decode_here.interpreted else (4096, 4096 + past)
+    k = torch.zeros(1, length, 1, DIM)
+    for marked in {max(length - window - 1, 0), max(length - window, 0), length - 1}:
+        v = torch.zeros_like(k)
+        v[:, marked] = 1
+        out = decode_here(zero_q(heads=1), k, v, length, window=window)
+        assert_close(out, 1 / min(window, length) if marked >= length - window else 0.0)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 8, 16])
@@ -114,18 +126,33 @@ LENGTHS = [*range(1, 70), 95, 96, 97, 127, 128, 129, 255, 256, 257, 300]
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_case_17_lengths_that_end_inside_a_tile(decode: Decode, paged: bool) -> None:
+    check_lengths(decode, LENGTHS if decode.interpreted else [*range(1, 301)], paged)
+
+
+def check_lengths(decode: Decode, lengths: list[int], paged: bool) -> None:
     """Padding lanes in the denominator show as a ratio of tile to length."""
-    batch = len(LENGTHS)
+    batch = len(lengths)
     k, v = caches(304)
     options = {}
     keys, values = k.expand(batch, -1, -1, -1), v.expand(batch, -1, -1, -1)
     if paged:
         keys, values = k.view(19, 16, KV_HEADS, DIM), v.view(19, 16, KV_HEADS, DIM)
         options["block_table"] = torch.arange(19, dtype=torch.int32).expand(batch, 19).contiguous()
-    out, lse = decode(zero_q(batch), 1e3 * keys, values, lens(*LENGTHS), return_lse=True, **options)
-    for row, length in enumerate(LENGTHS):
+    out, lse = decode(zero_q(batch), 1e3 * keys, values, lens(*lengths), return_lse=True, **options)
+    for row, length in enumerate(lengths):
         assert_close(out[row], mean_of(v[0, :length]))
         assert_close(lse[row], math.log(length))
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+@pytest.mark.parametrize("size", [512, 1024, 2048, 262_143])
+def test_case_17_lengths_that_end_beside_a_split(decode_here: Decode, size: int, beyond: int) -> None:
+    """In the interpreter a window leaves the last 100 keys, which end at the same places."""
+    length, window = size + beyond, 100 if decode_here.interpreted else 0
+    k, v = caches(length, kv_heads=1)
+    out, lse = decode_here(zero_q(heads=1), 1e3 * k, v, length, window=window, return_lse=True)
+    assert_close(out[0], v[0, -window:].double().mean(0))
+    assert_close(lse, math.log(window or length), 1e-4)
 
 
 @pytest.mark.parametrize("policy", ["1", "4"])
@@ -139,11 +166,13 @@ def test_case_18_the_cap_comes_before_the_mask(decode: Decode, policy: str) -> N
     v = torch.zeros(1, 103, 1, 64)
     v[0, :3, 0, :3] = torch.eye(3)
     v[0, 3:] = 1e3
+    hidden = {"by the length": (3, None), "by a mask": (103, torch.arange(103) < 3)}
     for cap in (5.0, 50.0, 1e-3):
-        out, lse = decode(q, k, v, 3, softcap=cap, policy=policy, return_lse=True)
         capped = cap * torch.tanh(logits[:3].double() / cap)
-        assert_close(out[0, 0, :3], capped.softmax(0))
-        assert_close(lse, capped.logsumexp(0))
+        for length, mask in hidden.values():
+            out, lse = decode(q, k, v, length, mask=mask, softcap=cap, policy=policy, return_lse=True)
+            assert_close(out[0, 0, :3], capped.softmax(0))
+            assert_close(lse, capped.logsumexp(0))
     off = decode(q, k, v, 3, policy=policy)
     assert torch.equal(decode(q, k, v, 3, softcap=0.0, policy=policy), off)
     assert not torch.equal(decode(q, k, v, 3, softcap=50.0, policy=policy), off)

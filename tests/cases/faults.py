@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +15,8 @@ import torch
 from planting import Fault, change_launches, change_plans
 
 import splitkv
-from splitkv import attention, checks, policy
+from splitkv import attention, checks, plan, policy
+from splitkv.bench import cases, timing
 from splitkv.checks import DecodeInputs
 from splitkv.plan import DecodePlan
 
@@ -269,10 +274,7 @@ JOIN_OF_NOTHING_IS_NAN = Fault(  # 24: -inf - -inf
     triton=((TILE, '    base = tl.where(m == float("-inf"), 0.0, m)\n    w_a', "    base = m\n    w_a"),),
 )
 MERGES = {  # 24: of merge_states
-    "parts of weight 0 are multiplied": (
-        "torch.where((weights > 0).unsqueeze(-1), outs.to(lses.dtype), 0.0)",
-        "outs.to(lses.dtype)",
-    ),
+    "parts of weight 0 are multiplied": ("torch.where((weights > 0).unsqueeze(-1), outs.to(lses.dtype), 0.0)", "outs"),
     "-inf less -inf": ("lses - torch.where(top == -torch.inf, 0.0, top)", "lses - top"),
     "no total is divided by": ("torch.where(total == 0, 1.0, total)", "total"),
 }
@@ -352,3 +354,91 @@ def _ratio_rounded_down(patch: pytest.MonkeyPatch) -> None:
 
 
 RATIO_ROUNDED_DOWN = Fault(patch=_ratio_rounded_down)  # 27
+
+
+def _one_head_size(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checks, "_check_head_dims", lambda head_dim, v_head_dim: None)
+
+
+HEAD_SIZES_NOT_CHECKED = Fault(patch=_one_head_size)  # 22
+DEVICES_NOT_COMPARED = Fault(  # 09: only q, K and V are
+    patch=lambda patch: patch.setattr(checks, "_check_devices", partial(_some_devices, checks._check_devices))
+)
+
+
+def _some_devices(right: Any, tensors: dict[str, torch.Tensor]) -> None:
+    right({name: tensor for name, tensor in tensors.items() if name in ("q", "k_cache", "v_cache")})
+
+
+def _current_device(patch: pytest.MonkeyPatch) -> None:
+    from splitkv.backends import triton_launch
+
+    patch.setattr(triton_launch, "on_device", lambda tensor: contextlib.nullcontext())
+
+
+LAUNCH_ON_THE_CURRENT_DEVICE = Fault(patch=_current_device)  # 09
+
+
+def _tile(patch: pytest.MonkeyPatch, changed: Any) -> None:
+    right = plan.tile_config
+
+    def tile(problem: Any, rows: int) -> Any:
+        made = right(problem, rows)
+        return replace(made, **changed(problem, made))
+
+    change_plans(patch, plan, "tile_config", tile)
+
+
+TILES_THAT_GROW = Fault(  # 22: shared memory that follows the context
+    patch=lambda patch: _tile(patch, lambda problem, tile: dict(block_n=max(tile.block_n, problem.capacity // 256)))
+)
+
+
+def _smaller_for_many(problem: Any, tile: Any) -> dict[str, int]:
+    return dict(block_n=tile.block_n // 2 if problem.batch * problem.num_kv_heads > 132 else tile.block_n)
+
+
+VARIANT_FROM_THE_BATCH = Fault(patch=lambda patch: _tile(patch, _smaller_for_many))  # 23: once the batch fills a GPU
+
+# ---- tools -------------------------------------------------------------------------------------------------
+
+
+def append_by_an_operator(honest: bool) -> Callable[[torch.Tensor, torch.Tensor, int], None]:
+    """An operator that writes a row of keys into a cache; unless honest, it declares that it writes nothing. 21"""
+    name = f"splitkv_faults::append_{'honest' if honest else 'hidden'}"
+
+    @torch.library.custom_op(name, mutates_args=("cache",) if honest else ())
+    def append(cache: torch.Tensor, rows: torch.Tensor, position: int) -> None:
+        cache[:, position] = rows
+
+    append.register_fake(lambda cache, rows, position: None)
+    return append
+
+
+def _one_set(patch: pytest.MonkeyPatch) -> None:
+    right = cases.Arena.sets
+    patch.setattr(cases.Arena, "sets", lambda self, rung, rotation, major=False: right(self, rung, rotation, major)[:1])
+
+
+ONE_SET_FOR_ALL = Fault(patch=_one_set)  # 11: every call reads the same keys
+COLD_WHATEVER_IT_READS = Fault(patch=lambda patch: patch.setattr(timing, "COLD_MULTIPLE", 0))  # 11
+HARNESS = {  # 29
+    "bandwidth": Fault(patch=lambda patch: patch.setitem(timing.PEAK_SLACK, "cpu", 1e12)),
+    "first sample": Fault(patch=lambda patch: patch.setattr(timing, "FIRST_SAMPLE_LIMIT", 1e12)),
+    "spread": Fault(patch=lambda patch: patch.setitem(timing.SPREAD_LIMIT, "cuda", 1e12)),
+    "warm-up": Fault(patch=lambda patch: patch.setattr(timing, "_cpu_sampler", _cold_sampler)),
+}
+
+
+def _cold_sampler(contenders: Any, sets: int) -> timing.Sampler:
+    """The first call of all, which compiles, is a sample like any other."""
+
+    def sample(budget_s: float) -> dict[str, tuple[list[float], int]]:
+        taken: dict[str, tuple[list[float], int]] = {}
+        for name, call in contenders.items():
+            start = time.perf_counter()
+            call(0)
+            taken[name] = ([(time.perf_counter() - start) * 1e6] * 2, 1)
+        return taken
+
+    return sample

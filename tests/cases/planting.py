@@ -40,9 +40,11 @@ class Fault:
     triton: tuple[Edit, ...] = ()
     patch: Callable[[pytest.MonkeyPatch], None] | None = None
 
-    def plant(self, backend: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def plant(self, backend: str, monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> None:
         if self.patch:
             self.patch(monkeypatch)
+        elif folder is None:
+            raise ValueError("folder: expected one for the copy of the sources, got None")
         elif backend == "cpu":
             use_c_copy(self.c, monkeypatch, folder)
         else:

@@ -42,7 +42,7 @@ def assert_close(got: torch.Tensor, want: Any, tolerance: float = 1e-5) -> None:
 @pytest.mark.parametrize("which", ["K", "V", "both"])
 def test_case_02_poison_past_the_end(decode: Decode, which: str, paged: bool) -> None:
     """0 x NaN is NaN: what lies past a row's length must not be multiplied by its weight of 0."""
-    q = torch.randn(4, 8, 16)
+    q = torch.randn(4, HEADS, 16)
     k, v = caches(128, batch=4)
     ends, want = [32, 61, 96, 13], None
     for fill in (0.0, math.nan, math.inf, 6e4):

@@ -9,6 +9,8 @@ import faults
 import pytest
 import test_cases_layout as layout
 import test_cases_numbers as numbers
+import test_cases_schedule as schedule
+import test_cases_tools as tools
 import test_closed_forms as closed
 import torch
 from planting import Fault, caught, copy_edited
@@ -70,11 +72,29 @@ def test_case_06_catches_a_logarithm_of_base_2(plant: Plant) -> None:
         numbers.test_case_06_lse_is_a_natural_logarithm(decode, "1")
 
 
+def test_case_07_catches_splits_from_the_batch(plant: Plant) -> None:
+    decode = plant(faults.SPLITS_FROM_THE_BATCH)
+    with caught():
+        schedule.test_case_07_neighbours_change_no_bit(decode, "f32", "auto")
+
+
 @pytest.mark.parametrize("fault", [faults.WINDOW_AS_A_DISTANCE, faults.WINDOW_LESS_ITS_OWN_KEY], ids=["+1", "-1"])
 def test_case_08_catches_a_window_of_one_key_more_or_less(plant: Plant, fault: Fault) -> None:
     decode = plant(fault)
     with caught():
         closed.test_case_08_the_window_counts_the_current_key(decode, 16, 97)
+
+
+def test_case_09_catches_a_launch_on_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.LAUNCH_ON_THE_CURRENT_DEVICE.plant("triton", monkeypatch)
+    with caught():
+        tools.test_case_09_launches_go_to_the_tensors_device(monkeypatch)
+
+
+def test_case_09_catches_devices_that_nobody_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.DEVICES_NOT_COMPARED.plant("cpu", monkeypatch)
+    with caught():
+        tools.test_case_09_mixed_devices_are_listed("block_table")
 
 
 def test_case_10_catches_a_sink_that_counts_twice(plant: Plant) -> None:
@@ -89,11 +109,29 @@ def test_case_10_catches_a_sink_that_fills_an_empty_row(plant: Plant) -> None:
         closed.test_case_10_a_sink_counts_once(decode, 1)
 
 
+def test_case_11_catches_a_benchmark_of_one_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.ONE_SET_FOR_ALL.plant("cpu", monkeypatch)
+    with caught():
+        tools.test_case_11_every_call_of_a_rotation_reads_other_bytes(False)
+
+
+def test_case_11_catches_a_label_that_is_always_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.COLD_WHATEVER_IT_READS.plant("cpu", monkeypatch)
+    with caught():
+        tools.test_case_11_what_a_cache_holds_is_labelled()
+
+
 @pytest.mark.parametrize("which", ["k", "odd rows"])
 def test_case_12_catches_wide_loads_of_narrow_addresses(plant: Plant, which: str) -> None:
     decode = plant(faults.KEYS_READ_FROM_ALIGNED_ADDRESSES)
     with caught():
         layout.test_case_12_addresses_that_no_vector_fits(decode, which, "f16")
+
+
+def test_case_13_catches_scratch_that_grows(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = plant(faults.SCRATCH_THAT_GROWS)
+    with caught():
+        schedule.test_case_13_captures_keep_their_scratch(decode, monkeypatch)
 
 
 def test_case_14_catches_parts_that_nobody_wrote(plant: Plant) -> None:
@@ -127,10 +165,40 @@ def test_case_18_catches_a_cap_out_of_place(plant: Plant, fault: Fault) -> None:
         closed.test_case_18_the_cap_comes_before_the_mask(decode, "1")
 
 
+def test_case_19_catches_a_launch_on_another_stream(tmp_path: Any) -> None:
+    (tmp_path / "launch.py").write_text("with torch.cuda.stream(torch.cuda.default_stream()):\n    kernel[grid](q)\n")
+    with caught():
+        tools.check_streams(tmp_path)
+
+
 def test_case_20_catches_empty_rows_that_are_not_written(plant: Plant) -> None:
     decode = plant(faults.EMPTY_ROWS_NOT_WRITTEN)
     with caught():
         closed.test_case_20_rows_of_nothing(decode, "1")
+
+
+def test_case_21_catches_an_operator_that_hides_what_it_writes() -> None:
+    tools.check_compiled_steps(faults.append_by_an_operator(honest=True))
+    with caught():
+        tools.check_compiled_steps(faults.append_by_an_operator(honest=False))
+
+
+def test_case_22_catches_shared_memory_that_grows_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.TILES_THAT_GROW.plant("cpu", monkeypatch)
+    with caught():
+        tools.test_case_22_no_launch_grows_with_the_context("h200", "bf16")
+
+
+def test_case_22_catches_a_check_that_is_gone(plant: Plant) -> None:
+    decode = plant(faults.HEAD_SIZES_NOT_CHECKED)
+    with caught():
+        layout.test_case_12_head_sizes_that_no_vector_fits(decode, 72)
+
+
+def test_case_23_catches_a_variant_chosen_by_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.VARIANT_FROM_THE_BATCH.plant("cpu", monkeypatch)
+    with caught():
+        tools.test_case_23_the_variant_never_follows_batch_or_sms("auto", "bf16")
 
 
 def test_case_23_catches_one_page_per_tile(plant: Plant) -> None:
@@ -171,6 +239,19 @@ def test_case_27_catches_a_ratio_rounded_down(plant: Plant) -> None:
         closed.test_case_27_head_counts_that_do_not_divide(decode, (7, 2))
 
 
+def test_case_28_catches_lengths_of_the_capture(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = plant(faults.LENGTHS_OF_THE_CAPTURE)
+    with caught():
+        schedule.test_case_28_replays_see_the_lengths_of_now(decode, monkeypatch)
+
+
+@pytest.mark.parametrize("rule", ["bandwidth", "first sample", "spread", "warm-up"])
+def test_case_29_catches_a_harness_without_the_rule(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.HARNESS[rule].plant("cpu", monkeypatch)
+    with caught():
+        tools.test_case_29_the_harness_refuses(rule)
+
+
 def test_case_30_catches_positions_in_16_bits(plant: Plant) -> None:
     decode = plant(faults.POSITIONS_IN_16_BITS)
     with caught():
@@ -181,3 +262,9 @@ def test_case_31_catches_hidden_values_times_zero(plant: Plant) -> None:
     decode = plant(faults.VALUES_PAST_THE_END_TIMES_0)
     with caught():
         closed.test_case_31_recurrent_state_left_in_the_pages(decode)
+
+
+def test_case_32_catches_a_number_forgotten_in_the_size(plant: Plant) -> None:
+    decode = plant(faults.WORKSPACE_OF_ONE_NUMBER_LESS)
+    with caught():
+        schedule.test_case_32_exactly_the_workspace(decode, (6, 2, 32, 16), 3)

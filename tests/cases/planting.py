@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,6 @@ from typing import Any
 import helpers
 import pytest
 
-import splitkv.attention
 import splitkv.backends
 from splitkv import plan
 from splitkv.backends import cpu
@@ -28,7 +29,8 @@ from splitkv.backends.cpu_build import BASE_FLAGS, HEADERS, SOURCE, Library
 Edit = tuple[str, str, str]
 FOLDER = Path(splitkv.backends.__file__).parent
 C_FILES = (SOURCE.name, *HEADERS)
-TRITON_FILES = ("triton_tile.py", "triton_split.py", "triton_merge.py", "triton_launch.py", "rowwise.py")
+TRITON_FILES = ("triton_tile.py", "triton_split.py", "triton_merge.py", "triton_launch.py")
+RELATIVE_IMPORT = re.compile(r"^from (\.+)(\w*) import", re.MULTILINE)
 QUICK_TO_COMPILE = "-O0"
 
 
@@ -58,7 +60,16 @@ def copy_edited(names: Iterable[str], edits: tuple[Edit, ...], folder: Path) -> 
             raise LookupError(f"{name}: expected this text once, found it {texts[name].count(old)} times: {old}")
         texts[name] = texts[name].replace(old, new)
     for name, text in texts.items():
-        (folder / name).write_text(text.replace("from ..", "from splitkv.") if name.endswith(".py") else text)
+        (folder / name).write_text(RELATIVE_IMPORT.sub(_absolute, text) if name.endswith(".py") else text)
+
+
+def _absolute(match: re.Match[str]) -> str:
+    """A copy imports other copies from its own package, and everything else from ours."""
+    dots, module = match.groups()
+    if dots == "." and f"{module}.py" in TRITON_FILES:
+        return match[0]
+    package = "splitkv.backends" if dots == "." else "splitkv"
+    return f"from {package}{'.' * bool(module)}{module} import"
 
 
 def use_c_copy(edits: tuple[Edit, ...], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -79,16 +90,21 @@ def use_triton_copy(edits: tuple[Edit, ...], monkeypatch: pytest.MonkeyPatch, fo
 
 
 def use_launcher(launch: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (splitkv.attention, helpers):
-        monkeypatch.setattr(module, "launcher", lambda name: launch)
+    replace_launcher(lambda name: launch, monkeypatch)
+
+
+def replace_launcher(launcher: Callable[[str], Callable[..., None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every module that has imported it."""
+    right = helpers.launcher
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] in ("splitkv", "helpers") and getattr(module, "launcher", None) is right:
+            monkeypatch.setattr(module, "launcher", launcher)
 
 
 def change_launches(change: Callable[[dict[str, Any]], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every launch gets the arguments that `change` makes of the right ones."""
-    right = splitkv.attention.launcher
-    changed = lambda name: lambda **arguments: right(name)(**change(arguments))  # noqa: E731
-    for module in (splitkv.attention, helpers):
-        monkeypatch.setattr(module, "launcher", changed)
+    right = helpers.launcher
+    replace_launcher(lambda name: lambda **arguments: right(name)(**change(arguments)), monkeypatch)
 
 
 def change_plans(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, changed: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import faults
+import faults_in_python as around
 import pytest
 import test_cases_layout as layout
 import test_cases_numbers as numbers
@@ -45,7 +46,7 @@ def test_case_02_catches_hidden_values_times_zero(plant: Plant, paged: bool) -> 
         closed.test_case_02_poison_past_the_end(decode, "V", paged)
 
 
-@pytest.mark.parametrize("fault", [faults.NO_K_SCALE_FOR_PAGES, faults.SCALES_SWAPPED], ids=["dropped", "swapped"])
+@pytest.mark.parametrize("fault", [faults.NO_K_SCALE_FOR_PAGES, around.SCALES_SWAPPED], ids=["dropped", "swapped"])
 def test_case_03_catches_scales_that_go_missing(plant: Plant, fault: Fault) -> None:
     decode = plant(fault)
     with caught():
@@ -73,7 +74,7 @@ def test_case_06_catches_a_logarithm_of_base_2(plant: Plant) -> None:
 
 
 def test_case_07_catches_splits_from_the_batch(plant: Plant) -> None:
-    decode = plant(faults.SPLITS_FROM_THE_BATCH)
+    decode = plant(around.SPLITS_FROM_THE_BATCH)
     with caught():
         schedule.test_case_07_neighbours_change_no_bit(decode, "f32", "auto")
 
@@ -86,13 +87,13 @@ def test_case_08_catches_a_window_of_one_key_more_or_less(plant: Plant, fault: F
 
 
 def test_case_09_catches_a_launch_on_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults.LAUNCH_ON_THE_CURRENT_DEVICE.plant("triton", monkeypatch)
+    around.LAUNCH_ON_THE_CURRENT_DEVICE.plant("triton", monkeypatch)
     with caught():
         tools.test_case_09_launches_go_to_the_tensors_device(monkeypatch)
 
 
 def test_case_09_catches_devices_that_nobody_compares(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults.DEVICES_NOT_COMPARED.plant("cpu", monkeypatch)
+    around.DEVICES_NOT_COMPARED.plant("cpu", monkeypatch)
     with caught():
         tools.test_case_09_mixed_devices_are_listed("block_table")
 
@@ -110,13 +111,13 @@ def test_case_10_catches_a_sink_that_fills_an_empty_row(plant: Plant) -> None:
 
 
 def test_case_11_catches_a_benchmark_of_one_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults.ONE_SET_FOR_ALL.plant("cpu", monkeypatch)
+    around.ONE_SET_FOR_ALL.plant("cpu", monkeypatch)
     with caught():
         tools.test_case_11_every_call_of_a_rotation_reads_other_bytes(False)
 
 
 def test_case_11_catches_a_label_that_is_always_cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults.COLD_WHATEVER_IT_READS.plant("cpu", monkeypatch)
+    around.COLD_WHATEVER_IT_READS.plant("cpu", monkeypatch)
     with caught():
         tools.test_case_11_what_a_cache_holds_is_labelled()
 
@@ -129,7 +130,7 @@ def test_case_12_catches_wide_loads_of_narrow_addresses(plant: Plant, which: str
 
 
 def test_case_13_catches_scratch_that_grows(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = plant(faults.SCRATCH_THAT_GROWS)
+    decode = plant(around.SCRATCH_THAT_GROWS)
     with caught():
         schedule.test_case_13_captures_keep_their_scratch(decode, monkeypatch)
 
@@ -178,25 +179,25 @@ def test_case_20_catches_empty_rows_that_are_not_written(plant: Plant) -> None:
 
 
 def test_case_21_catches_an_operator_that_hides_what_it_writes() -> None:
-    tools.check_compiled_steps(faults.append_by_an_operator(honest=True))
+    tools.check_compiled_steps(around.append_by_an_operator(honest=True))
     with caught():
-        tools.check_compiled_steps(faults.append_by_an_operator(honest=False))
+        tools.check_compiled_steps(around.append_by_an_operator(honest=False))
 
 
 def test_case_22_catches_shared_memory_that_grows_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults.TILES_THAT_GROW.plant("cpu", monkeypatch)
+    around.TILES_THAT_GROW.plant("cpu", monkeypatch)
     with caught():
         tools.test_case_22_no_launch_grows_with_the_context("h200", "bf16")
 
 
 def test_case_22_catches_a_check_that_is_gone(plant: Plant) -> None:
-    decode = plant(faults.HEAD_SIZES_NOT_CHECKED)
+    decode = plant(around.HEAD_SIZES_NOT_CHECKED)
     with caught():
         layout.test_case_12_head_sizes_that_no_vector_fits(decode, 72)
 
 
 def test_case_23_catches_a_variant_chosen_by_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults.VARIANT_FROM_THE_BATCH.plant("cpu", monkeypatch)
+    around.VARIANT_FROM_THE_BATCH.plant("cpu", monkeypatch)
     with caught():
         tools.test_case_23_the_variant_never_follows_batch_or_sms("auto", "bf16")
 
@@ -213,9 +214,9 @@ def test_case_24_catches_minus_infinity_less_itself(plant: Plant) -> None:
         numbers.test_case_24_splits_that_a_mask_empties(decode, "4", 0.0)
 
 
-@pytest.mark.parametrize("fault", faults.MERGES, ids=str)
+@pytest.mark.parametrize("fault", around.MERGES, ids=str)
 def test_case_24_catches_merges_of_nothing(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    faults.edit_merge_states(fault, monkeypatch)
+    around.edit_merge_states(fault, monkeypatch)
     with caught():
         numbers.test_case_24_merges_of_nothing(torch.float32)
 
@@ -228,26 +229,26 @@ def test_case_25_catches_the_first_64_parts_again(plant: Plant) -> None:
 
 
 def test_case_26_catches_lengths_from_the_table(plant: Plant) -> None:
-    decode = plant(faults.LENGTHS_FROM_THE_TABLE)
+    decode = plant(around.LENGTHS_FROM_THE_TABLE)
     with caught():
         closed.test_case_26_a_page_allocated_ahead_is_not_read(decode, 48)
 
 
 def test_case_27_catches_a_ratio_rounded_down(plant: Plant) -> None:
-    decode = plant(faults.RATIO_ROUNDED_DOWN)
+    decode = plant(around.RATIO_ROUNDED_DOWN)
     with caught():
         closed.test_case_27_head_counts_that_do_not_divide(decode, (7, 2))
 
 
 def test_case_28_catches_lengths_of_the_capture(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = plant(faults.LENGTHS_OF_THE_CAPTURE)
+    decode = plant(around.LENGTHS_OF_THE_CAPTURE)
     with caught():
         schedule.test_case_28_replays_see_the_lengths_of_now(decode, monkeypatch)
 
 
 @pytest.mark.parametrize("rule", ["bandwidth", "first sample", "spread", "warm-up"])
 def test_case_29_catches_a_harness_without_the_rule(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    faults.HARNESS[rule].plant("cpu", monkeypatch)
+    around.HARNESS[rule].plant("cpu", monkeypatch)
     with caught():
         tools.test_case_29_the_harness_refuses(rule)
 
@@ -265,6 +266,6 @@ def test_case_31_catches_hidden_values_times_zero(plant: Plant) -> None:
 
 
 def test_case_32_catches_a_number_forgotten_in_the_size(plant: Plant) -> None:
-    decode = plant(faults.WORKSPACE_OF_ONE_NUMBER_LESS)
+    decode = plant(around.WORKSPACE_OF_ONE_NUMBER_LESS)
     with caught():
         schedule.test_case_32_exactly_the_workspace(decode, (6, 2, 32, 16), 3)

@@ -1,4 +1,4 @@
-"""Faults in the kernels: the mistakes that others made (the case of docs/cases.md beside each), in copies of our sources.
+"""Faults in the kernels: the mistakes that others made, the case beside each, in copies of our sources.
 
 faults_in_python.py has those that are made around the kernels.
 """

@@ -89,12 +89,17 @@ SCRATCH_THAT_GROWS = Fault(patch=_growing_scratch)  # 13
 
 
 def _lengths_kept_from_the_capture(patch: pytest.MonkeyPatch) -> None:
+    """A static buffer, filled at the first call with these tensors and never again."""
     right = DecodeInputs.launch_arguments
-    patch.setattr(
-        DecodeInputs,
-        "launch_arguments",
-        lambda self: right(self) | dict(seq_lens=torch.as_tensor(self.seq_lens).clone()),
-    )
+    buffers: dict[int, torch.Tensor] = {}
+
+    def static(self: DecodeInputs) -> dict[str, Any]:
+        lens = self.seq_lens
+        if isinstance(lens, torch.Tensor):
+            lens = buffers.setdefault(lens.data_ptr(), lens.clone())
+        return right(self) | dict(seq_lens=lens)
+
+    patch.setattr(DecodeInputs, "launch_arguments", static)
 
 
 LENGTHS_OF_THE_CAPTURE = Fault(patch=_lengths_kept_from_the_capture)  # 28

@@ -94,11 +94,17 @@ def use_launcher(launch: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -
 
 
 def replace_launcher(launcher: Callable[[str], Callable[..., None]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every module that has imported it."""
+    """In every module that has imported it; launches that were prepared before, or could be, are not used."""
     right = helpers.launcher
     for name, module in list(sys.modules.items()):
-        if name.split(".")[0] in ("splitkv", "helpers") and getattr(module, "launcher", None) is right:
+        if name.split(".")[0] not in ("splitkv", "helpers"):
+            continue
+        if getattr(module, "launcher", None) is right:
             monkeypatch.setattr(module, "launcher", launcher)
+        if hasattr(module, "preparer"):
+            monkeypatch.setattr(module, "preparer", lambda backend: lambda **arguments: None)
+        if hasattr(module, "_CALLS"):
+            monkeypatch.setattr(module, "_CALLS", type(module._CALLS)())
 
 
 def change_launches(change: Callable[[dict[str, Any]], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

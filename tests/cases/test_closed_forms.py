@@ -182,7 +182,8 @@ def test_case_18_the_cap_comes_before_the_mask(decode: Decode, policy: str) -> N
 def test_case_20_rows_of_nothing(decode: Decode, policy: str) -> None:
     k, v = caches(300, batch=4)
     q = torch.randn(4, HEADS, DIM)
-    out, lse = decode(q, k, v, lens(7, 0, 300, 0), policy=policy, return_lse=True)
+    written = torch.full_like(q, math.nan)
+    out, lse = decode(q, k, v, lens(7, 0, 300, 0), policy=policy, return_lse=True, out=written)
     assert not out[[1, 3]].any() and bool((lse[[1, 3]] == -math.inf).all())
     kept = decode(q[[0, 2]], k[[0, 2]], v[[0, 2]], lens(7, 300), policy=policy, return_lse=True)
     assert torch.equal(out[[0, 2]], kept[0]) and torch.equal(lse[[0, 2]], kept[1])

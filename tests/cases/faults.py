@@ -162,7 +162,7 @@ NO_K_SCALE_FOR_PAGES = Fault(  # 03: one path has it, its sibling does not
             "call->softmax_scale * (call->block_table.data ? 1.0f : load_number(at3(&call->k_scale, head, 0, 0), F32))",
         ),
     ),
-    triton=((SPLIT, "    if HAS_K_SCALES:\n", "    if HAS_K_SCALES and PAGE_SIZE == 0:\n"),),
+    triton=((LAUNCH, "HAS_K_SCALES=isinstance(", "HAS_K_SCALES=block_table is None and isinstance("),),
 )
 LSE_IN_BASE_2 = Fault(  # 06
     c=((KERNEL, "maximum * 0.69314718055994531 + log(sum)", "maximum + log2(sum)"),),

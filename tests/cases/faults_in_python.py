@@ -23,6 +23,8 @@ from splitkv.plan import DecodePlan
 
 def _lengths_from_the_table(arguments: dict[str, Any]) -> dict[str, Any]:
     table, lens = arguments["block_table"], arguments["seq_lens"]
+    if table is None:
+        return arguments
     page_size = arguments["k_cache"].shape[1]
     last = torch.where(lens % page_size == 0, page_size, lens % page_size)
     return arguments | dict(seq_lens=((table.shape[1] - 1) * page_size + last).to(torch.int32))
@@ -203,3 +205,14 @@ def _cold_sampler(contenders: Any, sets: int) -> timing.Sampler:
         return taken
 
     return sample
+
+
+def write_wrongly(name: str, patch: pytest.MonkeyPatch) -> None:
+    """16: append writes fp8 in the format that the platform prefers, or past its largest number."""
+    from splitkv.backends import cpu_append
+
+    writers = {
+        "the other format": lambda x, scale, dtype: x.to(torch.float8_e5m2).view(dtype),
+        "no saturation": lambda x, scale, dtype: x.where(x.abs() <= torch.finfo(dtype).max, torch.nan).to(dtype),
+    }
+    patch.setattr(cpu_append, "to_storage", writers[name])

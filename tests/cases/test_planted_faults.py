@@ -87,6 +87,7 @@ def test_case_08_catches_a_window_of_one_key_more_or_less(plant: Plant, fault: F
 
 
 def test_case_09_catches_a_launch_on_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
     around.LAUNCH_ON_THE_CURRENT_DEVICE.plant("triton", monkeypatch)
     with caught():
         tools.test_case_09_launches_go_to_the_tensors_device(monkeypatch)

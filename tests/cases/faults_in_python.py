@@ -85,6 +85,7 @@ def _growing_scratch(patch: pytest.MonkeyPatch) -> None:
         return shared[0].to(self.device)
 
     patch.setattr(splitkv.DecodeAttention, "workspace", property(get, lambda self, _: None), raising=False)
+    patch.setattr(splitkv.DecodeAttention, "_scratch", get, raising=False)  # where captures would get their own
 
 
 SCRATCH_THAT_GROWS = Fault(patch=_growing_scratch)  # 13

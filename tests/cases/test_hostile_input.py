@@ -55,6 +55,7 @@ def test_starts_out_of_range(decode: Decode, window: int) -> None:
     assert_same(decode(q, k, v, lens, starts=int32(starts), window=window, policy="3", return_lse=True), clean)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("fill", [math.nan, math.inf, -math.inf, 6e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_what_the_mask_hides_may_hold_anything(decode: Decode, dtype: torch.dtype, fill: float) -> None:

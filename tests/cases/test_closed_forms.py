@@ -121,6 +121,22 @@ def test_case_14_splits_that_see_nothing(decode: Decode, splits: int) -> None:
         assert_close(results[0][row], want)
 
 
+@pytest.mark.parametrize("policy", ["2", "4"])
+def test_case_14_splits_that_no_query_sees_whole(decode: Decode, policy: str) -> None:
+    """Three causal queries in rows of 1, 3 and 2 keys, and rows one key longer than whole tiles."""
+    lengths = lens(1, 3, 2, 65, 129)
+    k, v = caches(129, batch=5)
+    q = torch.zeros(5, 3, HEADS, DIM)
+    results = []
+    for byte in (0xFF, 0x7F, 0):
+        workspace = torch.full((5 * 3 * HEADS * 4 * (DIM + 2) * 4,), byte, dtype=torch.uint8)
+        results.append(decode(q, k, v, lengths, policy=policy, workspace=workspace))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    for row, length in enumerate(lengths.tolist()):
+        for query, end in enumerate(range(length - 2, length + 1)):
+            assert_close(results[0][row, query], mean_of(v[row, :end]) if end > 0 else 0.0)
+
+
 LENGTHS = [*range(1, 19), 31, 32, 33, 47, 48, 49, *range(62, 67), 95, 96, 97, 127, 128, 129, 255, 256, 257, 300]
 
 
@@ -216,7 +232,18 @@ def test_case_27_per_rank_head_counts(decode: Decode, heads: tuple[int, int]) ->
     assert_close(out[0, :, 0], torch.arange(num_q_heads) // (num_q_heads // num_kv_heads) + 1)
 
 
-@pytest.mark.parametrize("heads", [(7, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize(("batch", "length"), [(256, 33), (1, 262_144)])
+def test_case_27_per_rank_head_counts_at_size(decode_here: Decode, batch: int, length: int) -> None:
+    """Six query heads on one KV head; in the interpreter fewer rows, and a window of the long one."""
+    batch, window = (min(batch, 5), 100) if decode_here.interpreted else (batch, 0)
+    k, v = caches(length, kv_heads=1)
+    keys, values = (cache.expand(batch, -1, -1, -1) for cache in (k, v))
+    out, lse = decode_here(zero_q(batch, heads=6), keys, values, length, window=window, return_lse=True)
+    assert_close(out, v[0, -window:].double().mean(0).expand(batch, 6, DIM))
+    assert_close(lse, math.log(min(window or length, length)), 1e-4)
+
+
+@pytest.mark.parametrize("heads", [(7, 2), (2, 4), (4, 0), (0, 1)], ids=str)
 def test_case_27_head_counts_that_do_not_divide(decode: Decode, heads: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=rf"{heads[1]} KV heads, got {heads[0]} query heads"):
         decode(zero_q(heads=heads[0]), *caches(8, kv_heads=heads[1]), 8)

@@ -61,7 +61,7 @@ def decode_attention(
         each head's denominator. starts: [batch] int32, first visible key. mask: broadcastable to [batch,
         num_q_heads, q_len, capacity]; bool (True: visible) or additive, on top of the causal rule.
     k_scale, v_scale: what stored keys and values are multiplied by: a number, or f32 of one or num_kv_heads.
-    policy: how rows are split (see SplitPolicy). backend: auto, triton, rowwise (CUDA) or cpu.
+    policy: how rows are split (see SplitPolicy). backend: auto, cuda, triton, rowwise (all three on a GPU) or cpu.
     out: where to write. workspace: 1-D scratch of at least plan_decode(...).workspace_bytes, for callers that own
         theirs; two streams must not share one.
 
@@ -100,7 +100,7 @@ def decode_attention(
     inputs = check_inputs(q, k_cache, v_cache, seq_lens, **options)
     check_out(out, q, inputs.problem.v_head_dim)
     name = choose_backend(backend, inputs)
-    plan = plan_for(inputs.problem, q.device, policy)
+    plan = plan_for(inputs.problem, q.device, policy, name)
     check_workspace(workspace, plan.workspace_bytes, q)
     first = FirstCall(name, inputs, plan, q, out, return_lse, workspace)
     result = first.run()
@@ -144,28 +144,42 @@ def choose_backend(backend: str, inputs: DecodeInputs) -> str:
         backend = os.environ.get(BACKEND_VARIABLE, "").strip().lower() or "auto"
     on_cuda = inputs.q.is_cuda
     if backend == "auto":
-        backend = "triton" if on_cuda else "cpu"
+        backend = _gpu_backend(inputs.problem, inputs.q.device) if on_cuda else "cpu"
     if backend not in LAUNCHERS:
         raise ValueError(f"backend: expected auto, {', '.join(LAUNCHERS)}, got {backend!r}")
     if backend == "cpu":
         if inputs.q.device.type != "cpu":
             raise ValueError(f"backend: cpu expects tensors on the CPU, got {inputs.q.device}")
         return backend
-    if not on_cuda and not _interpreting():
+    if not on_cuda and (backend == "cuda" or not _interpreting()):
         raise ValueError(f"backend: {backend} expects CUDA tensors, got {inputs.q.device}")
     _check_gpu_limits(backend, inputs)
     return backend
 
 
+def _gpu_backend(problem: DecodeProblem, device: torch.device) -> str:
+    """cuda where it takes the problem and this installation can compile it, else triton."""
+    from .backends.cuda_build import available
+
+    return plan_decode(problem, _device_spec(device)).backend if available() else "triton"
+
+
 def _check_gpu_limits(backend: str, inputs: DecodeInputs) -> None:
-    """Refuse what contract and CPU know and the Triton kernels do not."""
+    """Refuse what contract and CPU know and the GPU backend does not."""
     problem = inputs.problem
+    if backend == "cuda":
+        _check_cuda(problem, inputs.q.device)
+        return
     if compute_dtype(problem.q_dtype, problem.kv_dtype) == "f32":
         for name in ("k_cache", "v_cache") + (("q",) if problem.head_dim != problem.v_head_dim else ()):
             check_vector_layout(name, getattr(inputs, name))
     if problem.batch > MAX_GRID_ROWS:
         raise UnsupportedError(f"q: backend {backend} supports up to {MAX_GRID_ROWS} rows, got {problem.batch}")
-    device = _device_spec(inputs.q.device)
+    _check_fp8(backend, problem, inputs.q.device)
+
+
+def _check_fp8(backend: str, problem: DecodeProblem, on: torch.device) -> None:
+    device = _device_spec(on)
     if problem.kv_dtype == "fp8_e4m3" and not device.is_cpu and device.capability < FP8_CAPABILITY:
         raise UnsupportedError(
             f"k_cache: backend {backend} supports float8_e4m3fn from compute capability 8.9 on; supported on this "
@@ -173,8 +187,25 @@ def _check_gpu_limits(backend: str, inputs: DecodeInputs) -> None:
         )
 
 
-def plan_for(problem: DecodeProblem, device: torch.device, policy: str | SplitPolicy) -> DecodePlan:
-    """The plan that a call on this device uses. Raises TypeError, and ValueError for a policy that is not known."""
+def _check_cuda(problem: DecodeProblem, device: torch.device) -> None:
+    from .backends.cuda_build import available
+
+    if not available():
+        raise UnsupportedError(
+            "backend: cuda needs cuda-bindings and NVRTC (pip install 'splitkv[gpu]'); triton is here"
+        )
+    if plan_decode(problem, _device_spec(device)).backend != "cuda":
+        raise UnsupportedError(
+            "backend: cuda supports 16-bit and fp8 caches, head_dim up to 256 and up to 8 query vectors per KV head "
+            f"(16 up to head_dim 128), from compute capability 8.0 on; supported for {problem}: triton"
+        )
+    _check_fp8("cuda", problem, device)
+
+
+def plan_for(
+    problem: DecodeProblem, device: torch.device, policy: str | SplitPolicy, backend: str = "auto"
+) -> DecodePlan:
+    """The plan that a call on this device and backend uses. Raises TypeError, ValueError (no such policy)."""
     if not isinstance(policy, (str, SplitPolicy)):
         raise TypeError(f"policy: expected a SplitPolicy or a str, got {type(policy).__name__}")
     if isinstance(policy, str) and SplitPolicy.parse(policy) is None:
@@ -182,7 +213,9 @@ def plan_for(problem: DecodeProblem, device: torch.device, policy: str | SplitPo
             "policy: expected a SplitPolicy or one of auto, waves, capacity, length, legacy, off, or a number of "
             f"splits, got {policy!r}"
         )
-    return plan_decode(problem, _device_spec(device), policy)
+    if backend == "auto" and device.type == "cuda":
+        backend = _gpu_backend(problem, device)
+    return plan_decode(problem, _device_spec(device), policy, backend)
 
 
 @cache

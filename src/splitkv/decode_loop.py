@@ -13,6 +13,7 @@ from torch import Tensor
 from .attention import choose_backend, plan_for
 from .checks import check_inputs, check_out
 from .device_checks import capturing, current_stream
+from .plan import DecodePlan
 from .policy import SplitPolicy
 from .prepared import NO_KEY, CallMemo, FirstCall, call_key
 from .problem import DecodeProblem
@@ -45,7 +46,7 @@ class DecodeAttention:
         self._calls = CallMemo(64)
         self._variants: set[Hashable] = set()
         self._workspaces: dict[int, Tensor] = {}
-        self._scratch()
+        self._scratch(self.plan)
 
     @property
     def workspace_bytes(self) -> int:
@@ -55,9 +56,12 @@ class DecodeAttention:
     @property
     def workspace(self) -> Tensor:
         """The scratch of calls on the current stream: 1-D uint8, `workspace_bytes` long or, once, longer."""
+        return self._workspace(self.workspace_bytes)
+
+    def _workspace(self, least_bytes: int) -> Tensor:
         workspace = self._workspaces.get(stream := current_stream(self.device))
-        if workspace is None:
-            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device)
+        if workspace is None or workspace.numel() < least_bytes:
+            workspace = torch.empty(least_bytes, dtype=torch.uint8, device=self.device)
             self._workspaces[stream] = workspace
         return workspace
 
@@ -90,7 +94,7 @@ class DecodeAttention:
             except NO_KEY:
                 key = known = None
             if known is not None:
-                return known.run(q, addresses, uniform_len, out, self._scratch())
+                return known.run(q, addresses, uniform_len, out, self._scratch(known.plan))
             inputs = check_inputs(q, k_cache, v_cache, seq_lens, **options)
             self._check_problem(inputs.problem)
             if q.device != self.device:
@@ -99,7 +103,10 @@ class DecodeAttention:
             name = choose_backend(backend, inputs)
             if inputs.problem != self.problem:
                 self._grow(inputs.problem)
-            first = FirstCall(name, inputs, self.plan, q, out, return_lse, self._scratch())
+            plan = plan_for(
+                self.problem, self.device, self._policy, name
+            )  # not self.plan where `backend` asks for another
+            first = FirstCall(name, inputs, plan, q, out, return_lse, self._scratch(plan))
             if first.variant not in self._variants and capturing(self.device):
                 raise RuntimeError(
                     "run: expected a first call before the capture of a CUDA graph, as it compiles; got none of this"
@@ -141,6 +148,6 @@ class DecodeAttention:
         self.generation += 1
         self._calls.clear()
 
-    def _scratch(self) -> Tensor | None:
+    def _scratch(self, plan: DecodePlan) -> Tensor | None:
         """Scratch for a call on the current stream; None inside a capture, where it comes from the graph's pool."""
-        return None if not self.plan.splits or capturing(self.device) else self.workspace
+        return None if not plan.splits or capturing(self.device) else self._workspace(plan.workspace_bytes)

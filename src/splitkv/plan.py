@@ -19,16 +19,26 @@ from functools import lru_cache
 
 from .policy import PACK_VARIABLE, SplitPolicy, SplitRule, ceil_div, packs_gqa, parse_switch, resolve_policy
 from .problem import DTYPE_BYTES, DecodeProblem, DeviceSpec
-from .tiles import TileConfig, most_splits_per_block, tile_config
+from .tiles import (
+    CUDA_BLOCKS_PER_SM,
+    TileConfig,
+    cuda_tile,
+    most_splits_per_block,
+    runs_on_cuda,
+    tile_config,
+)
 
 UNITS_PER_SM = 16
 """Units a loaded GPU is given per SM: enough that uneven rows even out, few enough that starts stay cheap."""
+CUDA_UNITS_PER_SM, CUDA_MAX_RUN = 4, 16
+"""The same on backend "cuda", whose blocks stay and take one unit after the other: units cost only what joins them."""
 
 
 @dataclass(frozen=True)
 class DecodePlan:
     """One launch geometry for every length up to the problem's capacity. Made by `plan_decode`.
 
+    backend: whose tile and schedule this is: cuda, triton, or cpu.
     num_splits, split_len: of a row at capacity. max_splits: most splits of any shorter row. max_run: most
     splits that one block joins by itself (1: the schedule is one split per block). target_units: units per
     KV head that a loaded launch is cut into. max_units: partial results per query head that the workspace
@@ -41,6 +51,7 @@ class DecodePlan:
     from_environment: bool
     rule: SplitRule
     tile: TileConfig
+    backend: str
     num_splits: int
     split_len: int
     max_splits: int
@@ -55,8 +66,12 @@ class DecodePlan:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Blocks of the split kernel: (units, KV heads x row blocks, rows); rows is 1 where units span rows."""
+        """Blocks of the split kernel: (units, KV heads x row blocks, rows); rows is 1 where units span rows. On backend
+        cuda (KV heads x row blocks, blocks, 1): blocks take units until there are none."""
         heads = self.problem.num_kv_heads * self.row_blocks
+        if self.backend == "cuda":
+            blocks = max(CUDA_BLOCKS_PER_SM * self.device.sm_count // heads, 1)
+            return (heads, min(blocks, self.max_units), 1)
         if self.max_run > 1:
             return (self.max_units, heads, 1)
         return (max(self.max_splits, 1), heads, self.problem.batch)
@@ -115,6 +130,7 @@ class DecodePlan:
                 f"rule            max({self.rule.min_len}, ceil(keys / {self.rule.target}) "
                 f"in multiples of {self.rule.quantum})",
                 f"schedule        {schedule}",
+                f"backend         {self.backend}",
                 f"grid            {self.grid}, {self.waves:.2f} blocks per SM",
                 f"tile            {tile.block_n} keys x {tile.block_m} query vectors, {tile.num_warps} warps, "
                 f"{tile.num_stages} stages, products in {tile.compute}",
@@ -126,25 +142,35 @@ class DecodePlan:
         )
 
 
-def plan_decode(problem: DecodeProblem, device: DeviceSpec, policy: str | SplitPolicy = "auto") -> DecodePlan:
+def plan_decode(
+    problem: DecodeProblem, device: DeviceSpec, policy: str | SplitPolicy = "auto", backend: str = "auto"
+) -> DecodePlan:
     """The plan for a problem on a device. SPLITKV_POLICY overrides `policy`; SPLITKV_GQA_PACK=0 gives every query
-    head blocks of its own."""
+    head blocks of its own. backend: auto takes cuda where it can run, else triton (on a CPU: cpu); any other name
+    plans for that backend. Raises ValueError where backend cuda cannot take the problem."""
     chosen, from_environment = resolve_policy(policy)
     wanted = parse_switch(os.environ.get(PACK_VARIABLE, ""), declared=True)
     packed = packs_gqa(problem.num_q_heads, problem.num_kv_heads, problem.head_dim, enabled=wanted)
-    return _plan(problem, device, chosen, from_environment, packed)
+    return _plan(problem, device, chosen, from_environment, packed, backend)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    problem: DecodeProblem, device: DeviceSpec, policy: SplitPolicy, from_environment: bool, packed: bool
+    problem: DecodeProblem, device: DeviceSpec, policy: SplitPolicy, from_environment: bool, packed: bool, backend: str
 ) -> DecodePlan:
     rule = policy.rule(problem, device)
     split_len, num_splits = rule.split(problem.capacity)
     max_splits = max(rule.max_splits(problem.capacity), 1)
     rows = problem.rows_per_kv_head if packed else problem.q_len
-    tile = tile_config(problem, rows, device)
-    max_run, target_units = _schedule(problem, device, rule, tile, max_splits)
+    on_cuda = backend in ("auto", "cuda") and runs_on_cuda(problem, rows, device)
+    if backend == "cuda" and not on_cuda:
+        raise ValueError(f"backend: cuda takes 16-bit products and up to 16 query vectors per KV head, got {problem}")
+    if on_cuda:
+        tile = cuda_tile(problem, rows, device)
+        max_run, target_units = _cuda_schedule(problem, device, max_splits)
+    else:
+        tile = tile_config(problem, rows, device)
+        max_run, target_units = _schedule(problem, device, rule, tile, max_splits)
     return DecodePlan(
         problem=problem,
         device=device,
@@ -152,6 +178,7 @@ def _plan(
         from_environment=from_environment,
         rule=rule,
         tile=tile,
+        backend="cuda" if on_cuda else "cpu" if device.is_cpu else "triton",
         num_splits=max(num_splits, 1),
         split_len=split_len,
         max_splits=max_splits,
@@ -171,6 +198,12 @@ def _schedule(
     if rule.quantum % tile.block_n or problem.batch * max_splits <= target_units:
         return 1, target_units
     return most_splits_per_block(tile, problem), target_units
+
+
+def _cuda_schedule(problem: DecodeProblem, device: DeviceSpec, max_splits: int) -> tuple[int, int]:
+    """(max_run, target_units) of backend cuda."""
+    target_units = ceil_div(CUDA_UNITS_PER_SM * device.sm_count, problem.num_kv_heads)
+    return 1 if problem.batch * max_splits <= target_units else CUDA_MAX_RUN, target_units
 
 
 def _max_units(batch: int, max_splits: int, max_run: int, target_units: int) -> int:

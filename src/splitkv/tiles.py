@@ -125,3 +125,48 @@ def column_blocks(head_dim: int) -> tuple[int, int]:
 def power_of_two(n: int) -> int:
     """The least power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+CUDA_WARPS, CUDA_COLUMNS, CUDA_MAX_STAGES, CUDA_BLOCKS_PER_SM, CUDA_MAX_DIM = 4, 8, 6, 2, 256
+CUDA_CAPABILITY = (8, 0)
+BLOCK_RESERVE_BYTES = KIB
+"""Shared memory that the driver keeps for itself per block."""
+
+
+def runs_on_cuda(problem: DecodeProblem, rows: int, device: DeviceSpec) -> bool:
+    """Whether backend "cuda" takes blocks of `rows` query vectors of one KV head: 16-bit products, and one tile of
+    eight columns, or two up to head_dim 128. More would spill (tests/kernels/test_cuda_compile.py). It follows from the
+    geometry and the architecture alone, as the two backends round differently."""
+    dims = max(problem.head_dim, problem.v_head_dim)
+    most = CUDA_COLUMNS if dims > 128 else 2 * CUDA_COLUMNS
+    compute = compute_dtype(problem.q_dtype, problem.kv_dtype)
+    return device.capability >= CUDA_CAPABILITY and compute != "f32" and dims <= CUDA_MAX_DIM and 0 < rows <= most
+
+
+def cuda_tile(problem: DecodeProblem, rows: int, device: DeviceSpec) -> TileConfig:
+    """The tile of backend "cuda": block_n counts the keys that the block's warps take at once, 16 or 32 each."""
+    columns = CUDA_COLUMNS if rows <= CUDA_COLUMNS else 2 * CUDA_COLUMNS
+    stages = cuda_shared(problem, columns, device)[0]
+    compute = compute_dtype(problem.q_dtype, problem.kv_dtype)
+    return TileConfig(columns, CUDA_WARPS * cuda_warp_keys(problem), CUDA_WARPS, stages, compute)
+
+
+def cuda_warp_keys(problem: DecodeProblem) -> int:
+    """Keys of a warp's tile: 8 KiB of K, but 32 keys at most, and always where they are fp8."""
+    fp8 = problem.kv_dtype.startswith("fp8")
+    return 16 if not fp8 and max(problem.head_dim, problem.v_head_dim) > 128 else 32
+
+
+def cuda_shared(problem: DecodeProblem, columns: int, device: DeviceSpec) -> tuple[int, int, int]:
+    """(stages of a warp's ring, columns joined at once, bytes): sizeof(Shared) of backends/cuda_split.cu, with as many
+    stages as let two blocks share an SM, or the two that are needed."""
+    row_chunks = [dim * DTYPE_BYTES[problem.kv_dtype] // 16 for dim in (problem.head_dim, problem.v_head_dim)]
+    stage = cuda_warp_keys(problem) * 16 * max(n | 1 if n % 8 else n for n in row_chunks) + 4
+    half = (device.shared_memory_bytes + BLOCK_RESERVE_BYTES) // CUDA_BLOCKS_PER_SM - BLOCK_RESERVE_BYTES
+    best = (0, 0, 0)
+    for joined in (2, 1):
+        rest = columns * problem.head_dim * 2 + CUDA_WARPS * (4 * joined * (problem.v_head_dim + 4) + 8 * columns)
+        stages = max(min((half - rest) // (CUDA_WARPS * stage), CUDA_MAX_STAGES), 2)
+        if stages > best[0]:
+            best = stages, joined, -(-(CUDA_WARPS * stages * stage + rest) // 16) * 16
+    return best

@@ -39,7 +39,7 @@ def test_kernels_fit(device_name: str, dtype: str, shape: str, v_in_k: bool, mon
     device = DeviceSpec.named(device_name)
     if dtype == "fp8_e4m3" and device.capability < (8, 9):
         dtype = "f16"  # this GPU has no such type; attention.py refuses it
-    plan = plan_decode(problem_of(shape, dtype), device)
+    plan = plan_decode(problem_of(shape, dtype), device, backend="triton")
     launches = kernel_launches(plan, monkeypatch, v_in_k=v_in_k)
     for name in ("split_kernel", "rowwise_kernel") if shape == "16 heads" else ("split_kernel",):
         kernel, arguments = launches[name]
@@ -52,13 +52,13 @@ def test_kernels_fit(device_name: str, dtype: str, shape: str, v_in_k: bool, mon
 
 def test_the_merge_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     device = DeviceSpec.named("h200")
-    plan = plan_decode(problem_of("16 heads", "bf16"), device)
+    plan = plan_decode(problem_of("16 heads", "bf16"), device, backend="triton")
     kernel, arguments = kernel_launches(plan, monkeypatch)["merge_kernel"]
     assert compile_kernel(kernel, arguments, device.capability).spilled_bytes == 0
 
 
 def test_one_row_fills_an_h200() -> None:
     for shape in ("16 heads", "128 heads"):
-        plan = plan_decode(problem_of(shape, "bf16"), DeviceSpec.named("h200"))
+        plan = plan_decode(problem_of(shape, "bf16"), DeviceSpec.named("h200"), backend="triton")
         assert plan.num_splits == 128
         assert plan.waves >= 0.9

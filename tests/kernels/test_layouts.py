@@ -69,7 +69,9 @@ def test_sums_have_one_layout(geometry: str, dtype: str, kv_dtype: str, monkeypa
 
     def launches(max_run: int = 1, page_size: int | None = None, v_in_k: bool = False) -> dict[str, tuple]:
         problem = DecodeProblem(1, heads, kv_heads, dim, v_dim, q_dtype=dtype, kv_dtype=kv_dtype, page_size=page_size)
-        return kernel_launches(reschedule(plan_decode(problem, device), max_run, 132), monkeypatch, v_in_k=v_in_k)
+        return kernel_launches(
+            reschedule(plan_decode(problem, device, backend="triton"), max_run, 132), monkeypatch, v_in_k=v_in_k
+        )
 
     kernel, arguments = launches()["split_kernel"]
     want = summed_in(kernel, arguments)

@@ -70,7 +70,7 @@ def arguments(
     outer = (64, PAGE) if "block_table" in options else (batch, CAPACITY)
     k, v = (torch.zeros(*outer, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2))
     inputs = check_inputs(q, k, v, ints(batch) if seq_lens is None else seq_lens, **options)
-    plan = plan_decode(inputs.problem, DeviceSpec.named("h200"), policy)
+    plan = plan_decode(inputs.problem, DeviceSpec.named("h200"), policy, backend="triton")
     workspace = torch.zeros(plan.workspace_bytes, dtype=torch.uint8) if plan.splits else None
     out, sums = torch.zeros_like(inputs.q), torch.zeros(inputs.q.shape[:-1]) if lse else None
     return inputs.launch_arguments() | dict(out=out, lse=sums, workspace=workspace, plan=plan)

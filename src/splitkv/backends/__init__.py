@@ -12,7 +12,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol
 
-LAUNCHERS = {"cpu": "cpu", "triton": "triton_launch", "rowwise": "rowwise"}
+LAUNCHERS = {"cpu": "cpu", "cuda": "cuda_launch", "triton": "triton_launch", "rowwise": "rowwise"}
 """Backend name to the module in this package that launches it."""
 
 TENSORS = (

@@ -16,6 +16,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from .cache_files import cache_directory
+
 SOURCE = Path(__file__).with_name("cpu_kernel.c")
 HEADERS = ("cpu_call.h", "cpu_rows.h", "cpu_tile.h", "cpu_tree.h", "cpu_vec.h")
 
@@ -48,7 +50,10 @@ def load_library() -> Library:
     """The kernel for this machine, from the cache or compiled now. Raises BuildError."""
     command = shlex.split(os.environ.get("CC", "")) or ["cc"]
     compiler = _compiler_version(command)
-    directory = _cache_directory()
+    try:
+        directory = cache_directory()
+    except OSError as error:
+        raise BuildError(f"no directory to keep the compiled kernel in: {error}") from error
     first_failure = ""
     for flags in FLAG_LADDER:
         path = directory / f"cpu-{_fingerprint(command, compiler, flags)}.so"
@@ -70,23 +75,6 @@ def _load(command: list[str], flags: tuple[str, ...], path: Path) -> ctypes.CDLL
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"the compiled kernel does not load: {error}") from error
-
-
-def _cache_directory() -> Path:
-    """$XDG_CACHE_HOME/splitkv or ~/.cache/splitkv, made if need be; where neither can be written, a new
-    temporary directory, so that a read-only home costs a compilation per process and nothing else."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        directory = (Path(base) if base else Path.home() / ".cache") / "splitkv"
-        directory.mkdir(parents=True, exist_ok=True)
-        if os.access(directory, os.W_OK | os.X_OK):
-            return directory
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
-        pass
-    try:
-        return Path(tempfile.mkdtemp(prefix="splitkv-"))
-    except OSError as error:
-        raise BuildError(f"no directory to keep the compiled kernel in: {error}") from error
 
 
 def _compiler_version(command: list[str]) -> str:

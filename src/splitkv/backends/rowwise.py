@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plan import DecodePlan
+from .launching import on_device
 from .triton_launch import INTERPRETED, compile_options, row_arguments, tile_arguments
-from .triton_prepared import KernelCall, TritonLaunch, on_device
+from .triton_prepared import KernelCall, TritonLaunch
 from .triton_tile import attend_tile, close_split, finish, load_bounds, load_queries, load_scales
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from ..plan import DecodePlan
 from ..problem import Q_DTYPES
 from ..tiles import TileConfig, column_blocks
+from .launching import on_device, steps
 from .triton_merge import merge_kernel
-from .triton_prepared import KernelCall, TritonLaunch, on_device
+from .triton_prepared import KernelCall, TritonLaunch
 from .triton_split import split_kernel
 
 TRITON_DTYPES = dict(zip(Q_DTYPES, (tl.float32, tl.float16, tl.bfloat16), strict=True))
@@ -196,14 +197,6 @@ def tile_arguments(
         COMPUTE=TRITON_DTYPES[tile.compute],
         NUM_STAGES=tile.num_stages + (tile.v_in_k_stages if v_in_k else 0),
     )
-
-
-def steps(tensor: Tensor | None, count: int) -> tuple[int, ...]:
-    """The first `count` strides, in elements; 0 for a dimension of one element, whose stride may be anything, and would
-    make another kernel, and for no tensor."""
-    if tensor is None:
-        return (0,) * count
-    return tuple(step if size > 1 else 0 for size, step in zip(tensor.shape[:count], tensor.stride(), strict=False))
 
 
 def compile_options(tile: TileConfig) -> dict[str, Any]:

@@ -9,7 +9,6 @@ launch keeps it under the alignments (prepared.py).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -154,13 +153,6 @@ def direct_launch(compiled: Any, grid: tuple[int, ...]) -> Callable[[int, tuple[
 def triton_version() -> tuple[int, int]:
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
-
-
-def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device: make it the tensor's, where it is not."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()
 
 
 def _hooked(hook: Any) -> bool:

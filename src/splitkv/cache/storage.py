@@ -115,7 +115,9 @@ class KVCache:
         rows = None if rows is None else self._indices("rows", rows, given, self.batch - 1)
         lens = None if lens is None else self._indices("lens", lens, given, n)
         _check_devices({"k": k, "v": v, "seq_lens": self.seq_lens})
-        if not torch.compiler.is_compiling() and ((self.check and not capturing(self.device)) or checks_wanted(self.device)):
+        if not torch.compiler.is_compiling() and (
+            (self.check and not capturing(self.device)) or checks_wanted(self.device)
+        ):
             self._check_places(given, n, rows, lens)
         if not given:
             return

@@ -1,0 +1,89 @@
+"""Compile the CUDA kernels with NVRTC, once per machine and variant, and load them. Needs no nvcc and no headers.
+
+Cubins are cached under a hash of everything that shapes them and moved into place whole (cache_files.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .cache_files import cache_directory, write_whole
+
+COMMON = Path(__file__).with_name("cuda_common.cuh")
+OPTIONS = ("--std=c++17", "-fmad=false", "-default-device")
+
+
+Defines = tuple[tuple[str, int], ...]
+Kernel = Any
+"""The driver's handle of a loaded kernel."""
+
+
+def compile_cubin(name: str, defines: Defines, capability: tuple[int, int]) -> bytes:
+    """The machine code of cuda_<name>.cu for a compute capability, from the cache or compiled now; needs no GPU.
+
+    Raises RuntimeError with the compiler's message.
+    """
+    from cuda.bindings import nvrtc
+
+    source = COMMON.read_text() + Path(__file__).with_name(f"cuda_{name}.cu").read_text()
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *OPTIONS, *(f"-D{k}={v}" for k, v in defines)]
+    version = _checked(nvrtc.nvrtcVersion())
+    digest = hashlib.sha256(repr((source, options, version)).encode()).hexdigest()[:24]
+    path = cache_directory() / f"cuda-{name}-{digest}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), f"cuda_{name}.cu".encode(), 0, [], []))[0]
+    try:
+        status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])[0]
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))[0]
+            _checked(nvrtc.nvrtcGetProgramLog(program, log))
+            raise RuntimeError(
+                f"cuda_{name}.cu does not compile for sm_{capability[0]}{capability[1]}: {log.decode().strip()}"
+            )
+        cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))[0]
+        _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    write_whole(path, cubin)
+    return cubin
+
+
+@cache
+def load_kernel(name: str, defines: Defines, capability: tuple[int, int], device: int, shared_bytes: int) -> Kernel:
+    """The kernel on a device whose context is current, with room for this much dynamic shared memory."""
+    from cuda.bindings import driver
+
+    module = _checked(driver.cuModuleLoadData(compile_cubin(name, defines, capability)))[0]
+    function = _checked(driver.cuModuleGetFunction(module, f"{name}_kernel".encode()))[0]
+    attributes = driver.CUfunction_attribute
+    if shared_bytes:
+        _checked(
+            driver.cuFuncSetAttribute(
+                function, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes
+            )
+        )
+    # One division of an SM's memory for all kernels: changing it between two would wait for the SM to empty.
+    _checked(driver.cuFuncSetAttribute(function, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100))
+    return function
+
+
+@cache
+def available() -> bool:
+    """Whether this installation can compile for the GPU: cuda-bindings and NVRTC, which PyTorch's CUDA builds bring."""
+    try:
+        from cuda.bindings import nvrtc
+
+        return bool(nvrtc.nvrtcVersion()[0].value == 0)
+    except (ImportError, RuntimeError, OSError):
+        return False
+
+
+def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What follows the status of a driver or compiler call. Raises RuntimeError where that is not success."""
+    if result[0].value:
+        raise RuntimeError(f"CUDA: {result[0].name}")
+    return result[1:]

@@ -1,0 +1,135 @@
+// Backend "cuda", second kernel: joins a row's parts along the tree of docs/one-answer.md.
+//
+// Compile-time: DV, OUT_TYPE, MAX_RUN. A lane has two columns, a warp 64. Where rows were cut finely (MAX_RUN 1) sixteen
+// warps share a query vector, four parts each, and join in shared memory. Under load rows have few parts, and a warp does a
+// vector alone. Same operands in the same order: same bytes.
+
+#define COLUMNS 64
+#define COLUMN_BLOCKS ((DV + COLUMNS - 1) / COLUMNS)
+#define WARPS (MAX_RUN > 1 ? 8 : 16)
+
+struct Sum {
+    float x, y, m, l;
+
+    __device__ __forceinline__ void add(const Sum& later) {
+        Join join(m, later.m);
+        x = join(x, later.x);
+        y = join(y, later.y);
+        l = join(l, later.l);
+        m = join.m;
+    }
+};
+
+// One query vector's parts: part i of it at `out[i * step * DV]` and `ml[i * step]`.
+struct Parts {
+    const float* out;
+    const float2* ml;
+    i64 step;
+    int count;
+    bool inside;  // whether this lane's columns exist
+
+    __device__ __forceinline__ Sum load(int i) const {
+        float2 part = ml[i * step], acc = inside ? *(const float2*)(out + i * step * DV) : make_float2(0.0f, 0.0f);
+        return {acc.x, acc.y, part.x, part.y};
+    }
+
+    // Parts [first, first + 4), of which the first exists.
+    __device__ __forceinline__ Sum join_four(int first) const {
+        Sum sums[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (first + i < count) sums[i] = load(first + i);
+#pragma unroll
+        for (int i = 1; i < 4; i++)
+            if (first + i < count) sums[0].add(sums[i]);
+        return sums[0];
+    }
+};
+
+// All parts, by one warp.
+__device__ __forceinline__ Sum join_alone(const Parts& parts) {
+    Sum root, sixtyfour, sixteen;
+    for (int first = 0; first < parts.count; first += 4) {
+        Sum four = parts.join_four(first);
+        if (first % 16 == 0) sixteen = four;
+        else sixteen.add(four);
+        bool end = first + 4 >= parts.count;
+        if (first % 16 == 12 || end) {
+            if (first % 64 < 16) sixtyfour = sixteen;
+            else sixtyfour.add(sixteen);
+        }
+        if (first % 64 == 60 || end) {
+            if (first < 64) root = sixtyfour;
+            else root.add(sixtyfour);
+        }
+    }
+    return root;
+}
+
+// All parts, by a block of sixteen warps; the first has the result.
+__device__ __forceinline__ Sum join_together(const Parts& parts) {
+    __shared__ Sum shared[2][16][32];
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    Sum root;
+    for (int base = 0; base < parts.count; base += 64) {
+        int first = base + warp * 4;
+        Sum sum = {0.0f, 0.0f, MINUS_INF, 0.0f};
+        if (first < parts.count) sum = parts.join_four(first);
+        if (parts.count > 4) {
+            shared[0][warp][lane] = sum;
+            __syncthreads();
+            if (warp % 4 == 0) {
+#pragma unroll
+                for (int i = 1; i < 4; i++) sum.add(shared[0][warp + i][lane]);
+                shared[1][warp][lane] = sum;
+            }
+            __syncthreads();
+            if (warp == 0) {
+#pragma unroll
+                for (int i = 4; i < 16; i += 4) sum.add(shared[1][i][lane]);
+            }
+        }
+        if (base == 0) root = sum;
+        else root.add(sum);
+    }
+    return root;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) merge_kernel(const __grid_constant__ Params p) {
+    let_next_kernel_start();  // it waits for this one's end before it does anything
+    if (!touch(p)) return;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    int heads = p.num_kv_heads * p.group, of_row = heads * p.q_len;
+    int task = MAX_RUN > 1 ? blockIdx.x * WARPS + warp : blockIdx.x;
+    int vector = task / COLUMN_BLOCKS, dv = task % COLUMN_BLOCKS * COLUMNS + lane * 2;
+    int row = divide(vector, of_row), head = vector - row * of_row, query = 0;
+    if (p.q_len > 1) {
+        int of_head = head;
+        head = divide(of_head, p.q_len);
+        query = of_head - head * p.q_len;
+    }
+    int units = 0, first = 0;
+    if (row < p.batch) {
+        int run_keys = MAX_RUN > 1 ? keys_per_run(p) : 0, lo, hi;
+        if (p.batch > 1) {
+            Rows rows;
+            rows.load(p, 0, 0, run_keys);
+            while (row >= rows.base + 32) rows.load(p, rows.base + 32, rows.end(), run_keys);
+            first = rows.first_unit(row);
+        }
+        row_bounds(p, row, lo, hi);
+        units = cut_row(p, hi - lo, run_keys).units;
+    }
+    wait_for_previous_kernel();  // also with nothing to do: the next kernel must not overtake the split kernel
+    if (units <= 1) return;
+
+    i64 at = (i64)first * of_row + head * p.q_len + query;
+    Parts parts = {p.partial_out + at * DV + dv, (const float2*)p.partial_ml + at, of_row, units, dv < DV};
+    Sum sum = MAX_RUN > 1 ? join_alone(parts) : join_together(parts);
+    if (MAX_RUN == 1 && warp || dv >= DV) return;
+    Finish finish(p, sum.m, sum.l, head);
+    u16* out = (u16*)p.out + row * p.out_stride_b + query * p.out_stride_i + head * p.out_stride_h + dv;
+    out[0] = to_16_bits(finish(sum.x));
+    out[1] = to_16_bits(finish(sum.y));
+    if (p.lse && dv == 0) p.lse[row * p.lse_stride_b + query * p.lse_stride_i + head * p.lse_stride_h] = finish.lse;
+}

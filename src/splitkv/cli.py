@@ -1,5 +1,5 @@
-"""The console script `splitkv`. Its commands live in bench/commands.py; this file only says what is
-missing."""
+"""The console script `splitkv`. Its commands live in bench/commands.py and bench/generating.py; this
+file only says what is missing."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def main() -> None:
         print(HINT, file=sys.stderr)
         raise SystemExit(2) from None
     from .bench.commands import app
+    from .bench.generating import generate  # noqa: F401  # adds its command to the app
 
     app(prog_name="splitkv")
 

@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "attention": {*PURE, "checks", "device_checks", "backends"},
     "ops": {*PURE, "checks", "attention"},  # attention reaches the operator as torch.ops.splitkv
     "cache": {*PURE, "checks"},
-    "models": PUBLIC,
+    "models": {*PUBLIC, "cache"},
     "integrations": PUBLIC,
     "bench": {*PUBLIC, "cache", "models", "integrations"},
     "cli": {*PUBLIC, "bench", "models", "integrations", "doctor"},

@@ -150,13 +150,14 @@ def _read(cursor: _Cursor, sizes: dict[int, tuple[int, int]]) -> GgufHeader:
 def _tensor_record(cursor: _Cursor, i: int, of: int) -> tuple[str, tuple[int, ...], int, int]:
     """(name, shape, type, offset within the data) of one tensor, as written."""
     name = cursor.text(f"name of tensor {i} of {of}")
-    dimensions = cursor.number("I", f"{name}: dimensions")
+    label = name or f"tensor {i} of {of}"
+    dimensions = cursor.number("I", f"{label}: dimensions")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
-        raise cursor.error(name, f"expected 1 to {_MOST_DIMENSIONS} dimensions, got {dimensions}")
-    shape = tuple(int(cursor.number("Q", f"{name}: shape")) for _ in range(dimensions))
+        raise cursor.error(label, f"expected 1 to {_MOST_DIMENSIONS} dimensions, got {dimensions}")
+    shape = tuple(int(cursor.number("Q", f"{label}: shape")) for _ in range(dimensions))[::-1]
     if min(shape) < 1:
-        raise cursor.error(name, f"expected a shape of positive sizes, got {shape[::-1]}")
-    return name, shape[::-1], int(cursor.number("I", f"{name}: type")), int(cursor.number("Q", f"{name}: offset"))
+        raise cursor.error(label, f"expected a shape of positive sizes, got {shape}")
+    return name, shape, int(cursor.number("I", f"{label}: type")), int(cursor.number("Q", f"{label}: offset"))
 
 
 def _placed(

@@ -173,11 +173,10 @@ class Decoder(nn.Module):
         if self.head is not self.embedding:
             yield Part("lm_head.weight", self.head)
 
-    @torch.no_grad()
-    def load(self, weights: Weights, progress: Callable[[int, int, str], None] | None = None) -> None:
-        """Fill from a checkpoint. ValueError naming file and tensor where one is missing, unknown or of another shape.
+    def check(self, weights: Weights) -> list[Part]:
+        """The parts, if the checkpoint has each in its shape and no others. Needs no memory on the device "meta".
 
-        Names and shapes are all checked before the first tensor is read.
+        ValueError naming file and tensor otherwise.
         """
         parts = list(self.parts())
         check_names(weights, [part.name for part in parts])
@@ -187,17 +186,27 @@ class Decoder(nn.Module):
                 expected = (expected[0], 1, expected[1])
             if got != expected:
                 raise ValueError(f"{weights.where(part.name)}: expected shape {expected}, got {got}")
+        factors = weights.rope_factors
+        if factors is not None and factors.shape != self.frequencies.shape:
+            raise ValueError(
+                f"{weights.source}: rope_freqs.weight: expected {self.frequencies.shape[0]} factors, "
+                f"got {tuple(factors.shape)}"
+            )
+        return parts
+
+    @torch.no_grad()
+    def load(self, weights: Weights, progress: Callable[[int, int, str], None] | None = None) -> None:
+        """Fill from a checkpoint, whose names and shapes are all checked before the first tensor is read.
+
+        progress: called with tensors done, in all, and a name. Raises ValueError naming file and tensor.
+        """
+        parts = self.check(weights)
         for i, part in enumerate(parts):
             if progress is not None:
                 progress(i, len(parts), part.name)
             value = weights.read(part.name)
             part.dest.copy_((value if part.change is None else part.change(value)).reshape(part.dest.shape))
         if weights.rope_factors is not None:
-            if weights.rope_factors.shape != self.frequencies.shape:
-                raise ValueError(
-                    f"{weights.source}: rope_freqs.weight: expected {self.frequencies.shape[0]} factors, "
-                    f"got {tuple(weights.rope_factors.shape)}"
-                )
             self.frequencies /= weights.rope_factors.to(self.frequencies)
 
     @torch.no_grad()

@@ -62,6 +62,10 @@ class ModelFiles:
     ) -> Decoder:
         """The decoder with its weights in `dtype`. ValueError naming file and tensor."""
         weights = self.weights()
+        layers = len(self.config.layer_types)
+        if layers > len(weights.names()):  # a config may claim any number, and every layer has several
+            raise ValueError(f"{self.path}: expected tensors of {layers} layers, got {len(weights.names())} in all")
+        Decoder(self.config, dtype, "meta").check(weights)
         decoder = Decoder(self.config, dtype, device)
         decoder.load(weights, progress)
         return decoder

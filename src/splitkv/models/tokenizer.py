@@ -265,9 +265,11 @@ def _sentence_pieces(fields: Fields, tokens: list[str]) -> Any:
     scores = _numbers(fields, "ggml.scores", len(tokens), 0.0)
     ids = {token: i for i, token in enumerate(tokens)}
     pairs = sorted(_pairs(tokens, ids, scores))
-    unknown = tokens[int(fields.get("ggml.unknown_token_id", 0))]
+    unknown = fields.integer("ggml.unknown_token_id", 0, least=0)
+    if unknown >= len(tokens):
+        raise fields.error("ggml.unknown_token_id", f"one of the {len(tokens)} tokens")
     tokenizer = Tokenizer(
-        models.BPE(ids, [pair for _, pair in pairs], unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(ids, [pair for _, pair in pairs], unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     )
     space = [normalizers.Prepend("▁")] if fields.get("ggml.add_space_prefix", True) else []
     tokenizer.normalizer = normalizers.Sequence([*space, normalizers.Replace(" ", "▁")])

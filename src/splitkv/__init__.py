@@ -2,7 +2,9 @@
 
 from . import ops as _ops  # registers torch.ops.splitkv
 from .attention import DecodeAttention, decode_attention, merge_states
+from .cache.contiguous import ContiguousKVCache
 from .cache.memory import MemoryPlan, plan_memory
+from .cache.paged import PagedKVCache
 from .checks import UnsupportedError
 from .plan import DecodePlan, plan_decode, workspace_bytes
 from .policy import SplitPolicy
@@ -11,11 +13,13 @@ from .reference import reference_attention
 
 __version__ = "0.1.0"
 __all__ = [
+    "ContiguousKVCache",
     "DecodeAttention",
     "DecodePlan",
     "DecodeProblem",
     "DeviceSpec",
     "MemoryPlan",
+    "PagedKVCache",
     "SplitPolicy",
     "UnsupportedError",
     "decode_attention",

@@ -26,6 +26,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")
 

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "backends": PURE,
     "attention": {*PURE, "checks", "device_checks", "backends"},
     "ops": {*PURE, "checks", "attention"},  # attention reaches the operator as torch.ops.splitkv
-    "cache": {*PURE, "checks"},
+    "cache": {*PURE, "checks", "device_checks", "backends"},
     "models": {*PUBLIC, "cache"},
     "integrations": PUBLIC,
     "bench": {*PUBLIC, "cache", "models", "integrations"},

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+from splitkv.bench.generating import app
+
 SRC = Path(__file__).resolve().parents[2] / "src"
 PROGRAM = "from splitkv.cli import main; main()"
 
@@ -17,3 +21,11 @@ def command(*words: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", f"{prelude}\n{PROGRAM}", *words], env=env, capture_output=True, text=True, timeout=900
     )
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) of `splitkv words...`, in this process."""
+    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "100"}, prog_name="splitkv")
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, " ".join(result.stderr.replace("│", " ").split())

@@ -223,7 +223,7 @@ def run(
         if not quiet and not outcome.text.endswith("\n"):
             show("\n", quiet)
     middle = len(ids) + (len(outcome.tokens) + 1) // 2
-    outcome.bytes_per_token = decoder.bytes_per_token() + state.kv_bytes(middle) + state.state_bytes_per_token()
+    outcome.bytes_per_token = decoder.bytes_per_step() + state.bytes_per_step(middle)
     outcome.read_bytes_s = read_bandwidth(device, _FLOOR_SWEEP_BYTES).bytes_per_s
 
 

@@ -246,13 +246,13 @@ class Decoder(nn.Module):
     def decode(self, tokens: Tensor, state: DecodeState) -> Tensor:
         """Logits [batch, vocab_size] f32 after one more token of every row; the state's lengths grow by one."""
         rotation = self._rotation(state.seq_lens)
-        state.advance()
+        state.seq_lens += 1
         x = F.embedding(tokens, self.embedding)
         for layer in self.layers:
             x = layer.decode(x, rotation, state)
         return self._logits(x)
 
-    def bytes_per_token(self) -> int:
+    def bytes_per_step(self) -> int:
         """Bytes of weights that one decode step reads: all but an embedding that is not also the output matrix."""
         weights = {id(p): p.numel() * p.element_size() for p in self.parameters()}
         if self.head is not self.embedding:

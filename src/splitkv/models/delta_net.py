@@ -78,9 +78,11 @@ def delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state
     return out
 
 
-def _f32(parts: _Five) -> _Five:
+def _for_torch(parts: _Five) -> _Five:
+    """In f32, with the key heads repeated for every value head that shares them; fla's kernels want neither."""
     q, k, v, g, beta = parts
-    return q.float(), k.float(), v.float(), g.float(), beta.float()
+    q, k = (t.float().repeat_interleave(v.shape[1] // t.shape[1], 1) for t in (q, k))
+    return q, k, v.float(), g.float(), beta.float()
 
 
 class DeltaNetMixer(nn.Module):
@@ -101,12 +103,11 @@ class DeltaNetMixer(nn.Module):
         self.out = empty_weight(config.hidden_size, values, dtype=dtype, device=device)
 
     def _split(self, mixed: Tensor, a: Tensor, b: Tensor) -> _Five:
-        """q, k, v, log decay and beta from the convolved columns: [tokens, value heads, ..], q and k repeated."""
+        """q, k [tokens, key heads, key_dim], v, log decay and beta of value heads, from the convolved columns."""
         delta = self.delta
         keys = delta.num_key_heads * delta.key_dim
         q, k, v = mixed.split((keys, keys, mixed.shape[-1] - 2 * keys), -1)
-        per_key = delta.num_value_heads // delta.num_key_heads
-        q, k = (t.unflatten(-1, (-1, delta.key_dim)).repeat_interleave(per_key, 1) for t in (q, k))
+        q, k = (t.unflatten(-1, (-1, delta.key_dim)) for t in (q, k))
         log_decay = self.rate * F.softplus(a.float() + self.dt_bias)
         return q, k, v.unflatten(-1, (-1, delta.value_dim)), log_decay, b.sigmoid()
 
@@ -118,15 +119,13 @@ class DeltaNetMixer(nn.Module):
     def prefill(self, x: Tensor, rotation: Any, state: DecodeState, row: int, start: int) -> Tensor:
         """x [tokens, hidden] of one row, after `start` others."""
         qkv, z, b, a = F.linear(x, self.project).split(self.sizes, -1)
-        conv_state, memory = (t[row] for t in state.recurrent(self.layer))
-        if start == 0:
-            conv_state.zero_()
-            memory.zero_()
+        conv_state, memory = state.conv[self.layer][row], state.memory[self.layer][row]
         seen = torch.cat([conv_state, qkv.T], -1)
         conv_state.copy_(seen[:, -conv_state.shape[-1] :])
         mixed = F.silu(F.conv1d(seen[None], self.conv[:, None], groups=seen.shape[0]))[0].T
         parts = self._split(mixed, a, b)
-        if x.is_cuda and (fla := fla_kernels()) is not None:
+        # Not in f32: fla's chunks are products of tensor cores, which round that to TF32.
+        if x.is_cuda and x.dtype != torch.float32 and (fla := fla_kernels()) is not None:
             q, k, v, g, beta = (t[None].contiguous() for t in parts)
             out, final = fla.chunk_gated_delta_rule(
                 q, k, v, g=g, beta=beta, initial_state=memory[None], output_final_state=True,
@@ -134,24 +133,24 @@ class DeltaNetMixer(nn.Module):
             )  # fmt: skip
             memory.copy_(final[0])
             return self._finish(out[0], z)
-        return self._finish(delta_chunks(*_f32(parts), memory), z)
+        return self._finish(delta_chunks(*_for_torch(parts), memory), z)
 
     def decode(self, x: Tensor, rotation: Any, state: DecodeState) -> Tensor:
         """x [batch, hidden], one token a row."""
         qkv, z, b, a = F.linear(x, self.project).split(self.sizes, -1)
-        conv_state, memory = state.recurrent(self.layer)
+        conv_state, memory = state.conv[self.layer], state.memory[self.layer]
         seen = torch.cat([conv_state, qkv[..., None]], -1)
         conv_state.copy_(seen[..., 1:])
         mixed = F.silu((seen.float() * self.conv.float()).sum(-1)).to(x.dtype)
         parts = self._split(mixed, a, b)
         if x.is_cuda and (fla := fla_kernels()) is not None:
-            q, k, v, g, beta = (t[:, None] for t in parts)
+            q, k, v, g, beta = (t[:, None].contiguous() for t in parts)
             out, final = fla.fused_recurrent_gated_delta_rule(
                 q, k, v, g=g, beta=beta, initial_state=memory, output_final_state=True, use_qk_l2norm_in_kernel=True
             )
             memory.copy_(final)
             return self._finish(out[:, 0], z)
-        return self._finish(delta_step(*_f32(parts), memory), z)
+        return self._finish(delta_step(*_for_torch(parts), memory), z)
 
     def parts(self, name: str) -> Iterator[Part]:
         for suffix, rows in zip(("qkv", "z", "b", "a"), self.project.split(self.sizes), strict=True):

@@ -25,7 +25,7 @@ Progress = Callable[[int, int, str], None]
 class DecodeLoop:
     """Rows of a decoder that are filled and then continued together.
 
-    state: empty. sampler: default greedy. graph: capture the step in a CUDA graph (default: on a GPU). tokens:
+    state: empty. sampler: on the decoder's device, default greedy. graph: capture the step in a CUDA graph (default: on a GPU). tokens:
     [batch] int64 on the device, each row's latest.
     """
 
@@ -34,6 +34,8 @@ class DecodeLoop:
     ) -> None:
         self.decoder, self.state = decoder, state
         self.sampler = Sampler(device=decoder.device) if sampler is None else sampler
+        if self.sampler.generator.device.type != decoder.device.type:
+            raise ValueError(f"sampler: expected one on {decoder.device}, got {self.sampler.generator.device}")
         self.tokens = torch.zeros(state.batch, dtype=torch.int64, device=decoder.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._ahead = decoder.device.type == "cuda"
@@ -85,6 +87,7 @@ class DecodeLoop:
             raise ValueError(f"prompt: expected 1 to {self.state.capacity} tokens, got {size}")
         step = chunk or (CUDA_CHUNK if self.decoder.device.type == "cuda" else CPU_CHUNK)
         ids = torch.tensor(prompt, dtype=torch.int64).to(self.decoder.device)
+        self.state.clear_row(row)
         for start in range(0, size, step):
             if progress is not None:
                 progress(start, size, "prefill")
@@ -125,7 +128,7 @@ class _Slot:
     def take(self, tokens: Tensor) -> None:
         self.copy.copy_(tokens, non_blocking=self.on_gpu)
         if self.ready is not None:
-            self.ready.record()
+            self.ready.record(torch.cuda.current_stream(tokens.device))
 
     def read(self) -> list[int]:
         if self.ready is not None:

@@ -25,8 +25,8 @@ Progress = Callable[[int, int, str], None]
 class DecodeLoop:
     """Rows of a decoder that are filled and then continued together.
 
-    state: empty. sampler: on the decoder's device, default greedy. graph: capture the step in a CUDA graph (default: on a GPU). tokens:
-    [batch] int64 on the device, each row's latest.
+    state: empty. sampler: on the decoder's device, default greedy. graph: capture the step in a CUDA graph (default:
+    on a GPU). tokens: [batch] int64 on the device, each row's latest.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q / sqrt(key_dim)
 
-with unit-length q and k. One token is this rule itself; a chunk solves it for 64 tokens at a time. On a GPU the
-kernels of fla-core are used where it is installed.
+with unit-length q and k. One token is this rule itself, on a GPU by delta_kernels.py; a chunk solves it for 64 tokens
+at a time, on a GPU by fla-core's kernels where it is installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .parts import Part, empty_weight
 from .state import DecodeState
 
 CHUNK = 64
-_NORM_EPS = 1e-6
+NORM_EPS = 1e-6
 _Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -37,7 +37,7 @@ def fla_kernels() -> Any | None:
 
 def unit(x: Tensor) -> Tensor:
     """x with its last dimension scaled to length 1."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _NORM_EPS)
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
 
 
 def delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
@@ -139,18 +139,19 @@ class DeltaNetMixer(nn.Module):
         """x [batch, hidden], one token a row."""
         qkv, z, b, a = F.linear(x, self.project).split(self.sizes, -1)
         conv_state, memory = state.conv[self.layer], state.memory[self.layer]
+        if x.is_cuda:
+            from .delta_kernels import step
+
+            with torch.cuda.device(x.device):
+                return self._finish(step(self, qkv, a, b, conv_state, memory, NORM_EPS), z)
+        return self._finish(self.step_in_torch(qkv, a, b, conv_state, memory), z)
+
+    def step_in_torch(self, qkv: Tensor, a: Tensor, b: Tensor, conv_state: Tensor, memory: Tensor) -> Tensor:
+        """What delta_kernels.step does on a GPU, with the same arguments; f32."""
         seen = torch.cat([conv_state, qkv[..., None]], -1)
         conv_state.copy_(seen[..., 1:])
-        mixed = F.silu((seen.float() * self.conv.float()).sum(-1)).to(x.dtype)
-        parts = self._split(mixed, a, b)
-        if x.is_cuda and (fla := fla_kernels()) is not None:
-            q, k, v, g, beta = (t[:, None].contiguous() for t in parts)
-            out, final = fla.fused_recurrent_gated_delta_rule(
-                q, k, v, g=g, beta=beta, initial_state=memory, output_final_state=True, use_qk_l2norm_in_kernel=True
-            )
-            memory.copy_(final)
-            return self._finish(out[:, 0], z)
-        return self._finish(delta_step(*_for_torch(parts), memory), z)
+        mixed = F.silu((seen.float() * self.conv.float()).sum(-1)).to(qkv.dtype)
+        return delta_step(*_for_torch(self._split(mixed, a, b)), memory)
 
     def parts(self, name: str) -> Iterator[Part]:
         for suffix, rows in zip(("qkv", "z", "b", "a"), self.project.split(self.sizes), strict=True):

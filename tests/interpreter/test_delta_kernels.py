@@ -11,7 +11,7 @@ from helpers import Guarded
 
 from splitkv.models.config import DecoderConfig
 from splitkv.models.delta_kernels import step
-from splitkv.models.delta_net import NORM_EPS, DeltaNetMixer
+from splitkv.models.delta_net import DeltaNetMixer
 
 ROWS = 3
 
@@ -55,7 +55,7 @@ def test_steps(sizes: tuple[int, int, int, int, int], dtype: torch.dtype) -> Non
         projected[0] *= 30 * (i == 5) + 1  # gates at their ends, and softplus beyond its threshold
         qkv, _, b, a = projected.split(layer.sizes, -1)
         expected = layer.step_in_torch(qkv, a, b, expected_conv, expected_memory)
-        out = step(layer, qkv, a, b, conv.tensor, memory.tensor, NORM_EPS)
+        out = step(qkv, a, b, conv.tensor, memory.tensor, **layer.step_weights())
         tolerance = 2e-5 if dtype == torch.float32 else 2e-3
         scale = expected.abs().max()
         assert (out - expected).abs().max() < tolerance * scale

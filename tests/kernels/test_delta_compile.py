@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -25,15 +23,14 @@ def test_kernels_fit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     f32 = torch.float32
-    layer = SimpleNamespace(
-        delta=SIZES, conv=tensor(SIZES.channels, 4), rate=tensor(32, dtype=f32), dt_bias=tensor(32, dtype=f32)
-    )
+    weights = {"weight": tensor(SIZES.channels, 4), "rate": tensor(32, dtype=f32), "dt_bias": tensor(32, dtype=f32)}
     kernels = {name: getattr(delta_kernels, name) for name in ("conv_kernel", "state_kernel")}
     recorders = {name: _Recorder() for name in kernels}
     for name, recorder in recorders.items():
         monkeypatch.setattr(delta_kernels, name, recorder)
     states = tensor(2, SIZES.channels, 3), tensor(2, 32, 128, 128, dtype=f32)
-    delta_kernels.step(layer, tensor(2, SIZES.channels), tensor(2, 32), tensor(2, 32), *states, NORM_EPS)
+    rows = tensor(2, SIZES.channels), tensor(2, 32), tensor(2, 32)
+    delta_kernels.step(*rows, *states, **weights, sizes=SIZES, eps=NORM_EPS)
     for name, recorder in recorders.items():
         usage = compile_kernel(kernels[name], recorder.arguments, DeviceSpec.named(device).capability)
         assert usage.spilled_bytes == 0 and usage.registers <= 128, f"{name}: {usage}"

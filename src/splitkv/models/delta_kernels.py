@@ -6,15 +6,12 @@ a block reads its part of the state once and writes it once; the gates are compu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .delta_net import DeltaNetMixer
+from .config import DeltaNet
 
 CONV_BLOCK = 256
 STATE_ELEMENTS = 2048
@@ -76,13 +73,26 @@ def state_kernel(
     tl.store(out + (row * VALUE_HEADS + head) * VALUE_DIM + j, attended.to(out.dtype.element_ty), mask=is_value)
 
 
-def step(mixer: DeltaNetMixer, qkv: Tensor, a: Tensor, b: Tensor, conv: Tensor, memory: Tensor, eps: float) -> Tensor:
+def step(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv: Tensor,
+    memory: Tensor,
+    *,
+    weight: Tensor,
+    rate: Tensor,
+    dt_bias: Tensor,
+    sizes: DeltaNet,
+    eps: float,
+) -> Tensor:
     """One token of every row: [batch, value heads, value_dim] in qkv's dtype; `conv` and `memory` are updated.
 
     qkv: [batch, channels]. a, b: [batch, value heads], equal row strides. conv: [batch, channels, kernel - 1].
-    memory: [batch, value heads, key_dim, value_dim] f32. The states contiguous, the rest with its last dimension so.
+    memory: [batch, value heads, key_dim, value_dim] f32. weight: [channels, kernel], of the convolution. rate,
+    dt_bias: [value heads] f32. eps: under the root of q's and k's lengths. All contiguous, but for rows of the first
+    three.
     """
-    sizes = mixer.delta
     batch, channels = qkv.shape
     mixed = torch.empty((batch, channels), dtype=qkv.dtype, device=qkv.device)
     out = torch.empty((batch, sizes.num_value_heads, sizes.value_dim), dtype=qkv.dtype, device=qkv.device)
@@ -91,7 +101,7 @@ def step(mixer: DeltaNetMixer, qkv: Tensor, a: Tensor, b: Tensor, conv: Tensor, 
     conv_kernel[(triton.cdiv(channels, CONV_BLOCK), batch)](
         x=qkv,
         held=conv,
-        weight=mixer.conv,
+        weight=weight,
         out=mixed,
         x_stride=qkv.stride(0),
         channels=channels,
@@ -103,8 +113,8 @@ def step(mixer: DeltaNetMixer, qkv: Tensor, a: Tensor, b: Tensor, conv: Tensor, 
         mixed=mixed,
         a=a,
         b=b,
-        rate=mixer.rate,
-        dt_bias=mixer.dt_bias,
+        rate=rate,
+        dt_bias=dt_bias,
         memory=memory,
         out=out,
         channels=channels,

@@ -143,11 +143,16 @@ class DeltaNetMixer(nn.Module):
             from .delta_kernels import step
 
             with torch.cuda.device(x.device):
-                return self._finish(step(self, qkv, a, b, conv_state, memory, NORM_EPS), z)
+                return self._finish(step(qkv, a, b, conv_state, memory, **self.step_weights()), z)
         return self._finish(self.step_in_torch(qkv, a, b, conv_state, memory), z)
 
+    def step_weights(self) -> dict[str, Any]:
+        """What delta_kernels.step takes of this layer."""
+        weights = {"weight": self.conv, "rate": self.rate, "dt_bias": self.dt_bias}
+        return {**weights, "sizes": self.delta, "eps": NORM_EPS}
+
     def step_in_torch(self, qkv: Tensor, a: Tensor, b: Tensor, conv_state: Tensor, memory: Tensor) -> Tensor:
-        """What delta_kernels.step does on a GPU, with the same arguments; f32."""
+        """What delta_kernels.step does on a GPU, with the same tensors; f32."""
         seen = torch.cat([conv_state, qkv[..., None]], -1)
         conv_state.copy_(seen[..., 1:])
         mixed = F.silu((seen.float() * self.conv.float()).sum(-1)).to(qkv.dtype)

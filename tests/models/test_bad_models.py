@@ -242,3 +242,30 @@ def test_any_byte_of_a_gguf_header_may_be_wrong(
             files.load(torch.float32, "cpu")
     except ValueError as error:
         assert str(file) in str(error) or "tokenizer" in str(error)
+
+
+WRONG = (None, "x", -1, 0, [], {}, 1e300, float("nan"), True, 3, [1], [None], {"a": 1})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+def test_any_value_may_be_wrong(name: str, family: str, tmp_path: Path) -> None:
+    """Each key in turn, and those inside rope_parameters: what does not matter works, the rest names the file."""
+    file = save(make(family), tmp_path) / name
+    good = json.loads(file.read_text())
+    further = ("quantization_config", "rope_scaling", "text_config", "layer_types", "chat_template", "eos_token_id")
+    spoiled = [{**good, key: value} for key in {*good, *further} for value in WRONG]
+    rope = good.get("rope_parameters", {})
+    spoiled += [{**good, "rope_parameters": {**rope, key: value}} for key in rope for value in WRONG]
+    refused = 0
+    for content in spoiled:
+        file.write_text(json.dumps(content))
+        try:
+            files = open_model(tmp_path)
+            files.tokenizer.prompt_ids("hi")
+            if files.plan(torch.float32, 3, 5, ("f32",), 0, 1 << 30, 1 << 30, False).fits:
+                files.load(torch.float32, "cpu")
+        except ValueError as error:
+            assert str(tmp_path) in str(error)
+            refused += 1
+    assert name != "config.json" or refused > 100

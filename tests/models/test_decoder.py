@@ -13,6 +13,7 @@ from tiny import FAMILIES, VOCAB, make, save, save_state
 from splitkv.models.decoder import Decoder
 from splitkv.models.loading import open_model
 from splitkv.models.loop import DecodeLoop
+from splitkv.models.parts import project
 from splitkv.models.state import DecodeState
 
 pytest.importorskip("transformers")
@@ -99,3 +100,13 @@ def test_gguf_weights_are_those_that_transformers_reads(kind: str, family: str, 
     expected = open_model(save_state(theirs, tmp_path / "folder")).load(torch.float32, "cpu")
     for ours, part in zip(open_model(file).load(torch.float32, "cpu").parts(), expected.parts(), strict=True):
         assert torch.allclose(ours.dest, part.dest, rtol=1e-6, atol=1e-6), ours.name
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("out", [64, 33])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5])
+def test_projections_of_few_rows(rows: int, out: int, bias: bool) -> None:
+    x, weight, added = torch.randn(rows, 48), torch.randn(out, 48), torch.randn(out) if bias else None
+    exact = x.double() @ weight.double().T + (added.double() if added is not None else 0)
+    made = project(x, weight, added)
+    assert made.is_contiguous() and (made - exact).abs().max() < 1e-5

@@ -151,7 +151,7 @@ def _config_dtype(whole: Fields, fields: Fields) -> str:
         )
     name = "torch_dtype" if "torch_dtype" in fields.values else "dtype"
     text = fields.get(name, "bfloat16")
-    if text not in _CONFIG_DTYPES:
+    if not isinstance(text, str) or text not in _CONFIG_DTYPES:
         raise fields.error(name, f"one of {', '.join(_CONFIG_DTYPES)}")
     return _CONFIG_DTYPES[text]
 

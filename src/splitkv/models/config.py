@@ -215,12 +215,11 @@ def _rope(kind: str, fields: Fields, head_dim: int) -> Rope:
         raise UnsupportedError(
             f"{rope.source}: {rope.prefix}rope_type: expected one of {', '.join(_ROPE_TYPES)}, got {name!r}"
         )
-    share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
-    if share is None:
-        share = _QWEN35_ROTARY_SHARE if kind == "qwen3_5" else 1.0
-    columns = int(head_dim * share)
+    where = rope if rope.get("partial_rotary_factor") is not None else fields
+    share = _positive(where, "partial_rotary_factor", _QWEN35_ROTARY_SHARE if kind == "qwen3_5" else 1.0)
+    columns = int(head_dim * min(share, 2.0))
     if columns < 2 or columns % 2 or columns > head_dim:
-        raise rope.error("partial_rotary_factor", f"a share of the {head_dim} columns that is an even number")
+        raise where.error("partial_rotary_factor", f"a share of the {head_dim} columns that is an even number")
     theta = _positive(rope, "rope_theta", 10_000.0)
     plain = (1.0 / theta ** (torch.arange(0, columns, 2, device="cpu").float() / columns)).tolist()
     if name == "default":
@@ -228,7 +227,10 @@ def _rope(kind: str, fields: Fields, head_dim: int) -> Rope:
     factor = _positive(rope, "factor")
     if name == "linear":
         return Rope(tuple(f / factor for f in plain))
-    longest = rope.get("original_max_position_embeddings") or fields.integer("max_position_embeddings")
+    stated = rope.get("original_max_position_embeddings") is not None
+    longest = (
+        _positive(rope, "original_max_position_embeddings") if stated else fields.integer("max_position_embeddings")
+    )
     if name == "llama3":
         return Rope(_llama3(rope, plain, factor, longest))
     return _yarn(rope, plain, factor, theta, columns, longest)
@@ -262,5 +264,5 @@ def _yarn(rope: Fields, plain: list[float], factor: float, theta: float, columns
     for i, frequency in enumerate(plain):
         keep = 1 - min(max((i - first) / ((last - first) or 0.001), 0.0), 1.0)
         scaled.append(keep * frequency + (1 - keep) * frequency / factor)
-    scale = rope.get("attention_factor") or (0.1 * math.log(factor) + 1 if factor > 1 else 1.0)
+    scale = _positive(rope, "attention_factor", 0.1 * math.log(factor) + 1 if factor > 1 else 1.0)
     return Rope(tuple(scaled), scale)

@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from .config import DecoderConfig
 from .delta_net import DeltaNetMixer
-from .parts import Part, RMSNorm, empty_weight
+from .parts import Part, RMSNorm, empty_weight, project
 from .state import DecodeState
 from .weights import Weights, check_names
 
@@ -44,7 +44,7 @@ class Attention(nn.Module):
     def _project(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q [tokens, num_q_heads, head_dim], k, v [tokens, num_kv_heads, head_dim], and the gate of the output."""
         dim = self.config.head_dim
-        q, k, v = F.linear(x, self.qkv, self.qkv_bias).split(self.sizes, -1)
+        q, k, v = project(x, self.qkv, self.qkv_bias).split(self.sizes, -1)
         k, v = k.unflatten(-1, (-1, dim)), v.unflatten(-1, (-1, dim))
         gate = None
         if self.config.gated:
@@ -58,7 +58,7 @@ class Attention(nn.Module):
     def _finish(self, attended: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None:
             attended = attended * torch.sigmoid(gate)
-        return F.linear(attended.flatten(-2), self.out, self.out_bias)
+        return project(attended.flatten(-2), self.out, self.out_bias)
 
     def prefill(self, x: Tensor, rotation: tuple[Tensor, Tensor], state: DecodeState, row: int, start: int) -> Tensor:
         """x [tokens, hidden] at positions start, start + 1, .. of a row."""
@@ -126,8 +126,8 @@ class Layer(nn.Module):
         self.down = empty_weight(config.hidden_size, config.intermediate_size, dtype=dtype, device=device)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(self.norm_mlp(x), self.gate_up).chunk(2, -1)
-        return x + F.linear(F.silu(gate) * up, self.down)
+        gate, up = project(self.norm_mlp(x), self.gate_up).chunk(2, -1)
+        return x + project(F.silu(gate) * up, self.down)
 
     def prefill(self, x: Tensor, rotation: tuple[Tensor, Tensor], state: DecodeState, row: int, start: int) -> Tensor:
         x = x + self.mixer.prefill(self.norm_in(x), rotation, state, row, start)
@@ -228,7 +228,7 @@ class Decoder(nn.Module):
         return angles.cos() * scale, angles.sin() * scale
 
     def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(self.norm(x), self.head).float()
+        return project(self.norm(x), self.head).float()
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, state: DecodeState, row: int, start: int) -> Tensor:
@@ -240,7 +240,7 @@ class Decoder(nn.Module):
         x = F.embedding(tokens, self.embedding)
         for layer in self.layers:
             x = layer.prefill(x, rotation, state, row, start)
-        return self._logits(x[-1])
+        return self._logits(x[-1:])[0]
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, state: DecodeState) -> Tensor:

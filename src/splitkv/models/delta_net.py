@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import DecoderConfig
-from .parts import Part, empty_weight
+from .parts import Part, empty_weight, project
 from .state import DecodeState
 
 CHUNK = 64
@@ -114,11 +114,11 @@ class DeltaNetMixer(nn.Module):
     def _finish(self, out: Tensor, z: Tensor) -> Tensor:
         normed = F.rms_norm(out.to(self.norm.dtype), self.norm.shape, self.norm, self.eps)
         gated = normed.float() * F.silu(z.float().unflatten(-1, (-1, self.delta.value_dim)))
-        return F.linear(gated.to(z.dtype).flatten(-2), self.out)
+        return project(gated.to(z.dtype).flatten(-2), self.out)
 
     def prefill(self, x: Tensor, rotation: Any, state: DecodeState, row: int, start: int) -> Tensor:
         """x [tokens, hidden] of one row, after `start` others."""
-        qkv, z, b, a = F.linear(x, self.project).split(self.sizes, -1)
+        qkv, z, b, a = project(x, self.project).split(self.sizes, -1)
         conv_state, memory = state.conv[self.layer][row], state.memory[self.layer][row]
         seen = torch.cat([conv_state, qkv.T], -1)
         conv_state.copy_(seen[:, -conv_state.shape[-1] :])
@@ -137,7 +137,7 @@ class DeltaNetMixer(nn.Module):
 
     def decode(self, x: Tensor, rotation: Any, state: DecodeState) -> Tensor:
         """x [batch, hidden], one token a row."""
-        qkv, z, b, a = F.linear(x, self.project).split(self.sizes, -1)
+        qkv, z, b, a = project(x, self.project).split(self.sizes, -1)
         conv_state, memory = state.conv[self.layer], state.memory[self.layer]
         if x.is_cuda:
             from .delta_kernels import step

@@ -69,7 +69,8 @@ class TextTokenizer:
         specials = {name: text for name in ("bos_token", "eos_token") if (text := _token_text(config.get(name)))}
         template = config.get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = next((t.get("template") for t in template if t.get("name") == "default"), None)
+            named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, Mapping)}
+            template = named.get("default")
         if (separate := folder / "chat_template.jinja").is_file():
             template = _text(separate)
         ends: set[int] = set()

@@ -87,14 +87,14 @@ def test_a_gguf_file_holds_the_same_model(family: str, tmp_path: Path) -> None:
             assert torch.equal(ours.dest, expected.dest), ours.name
 
 
-@pytest.mark.parametrize("family", ("llama", "qwen3_5"))
-@pytest.mark.parametrize("kind", ("F16", "BF16", "Q8_0"))
-def test_gguf_weights_are_those_that_transformers_reads(kind: str, family: str, tmp_path: Path) -> None:
+KINDS = [("llama", "F16"), ("llama", "BF16"), ("llama", "Q8_0"), ("qwen3_5", "F16"), ("qwen3_5", "BF16")]
+
+
+@pytest.mark.parametrize(("family", "kind"), KINDS)  # transformers keeps quantised weights of Qwen3.5 packed
+def test_gguf_weights_are_those_that_transformers_reads(family: str, kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     pytest.importorskip("accelerate")
-    if (kind, family) == ("Q8_0", "qwen3_5"):
-        pytest.skip("transformers keeps these weights packed")
     file = write_gguf(plain_rope(family), tmp_path / "m.gguf", quantise=kind)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
     expected = open_model(save_state(theirs, tmp_path / "folder")).load(torch.float32, "cpu")

@@ -56,7 +56,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr(model: Any, folder: Path) -> 
     text = tokenizer.decode(expected)
     assert done.stdout == (text if text.endswith("\n") else text + "\n")
     assert "prompt: 13 tokens in" in done.stderr and "% of the floor at" in done.stderr
-    assert "f32 KV; ended by " + ("end" if ends else "length") in done.stderr
+    assert "f32 KV; ended by " + ("the model's end token" if ends else "--max-new-tokens") in done.stderr
 
 
 def test_json_has_the_figures_and_a_command_that_does_it_again(folder: Path) -> None:
@@ -189,7 +189,7 @@ def test_ctrl_c_ends_with_what_there_is(when: str, folder: Path, monkeypatch: py
     monkeypatch.setattr(f"{owner}.{name}", interrupt)
     prompt = "x" * 1000
     code, out, err = run(*asked(folder, "--prompt", prompt))
-    assert code == generating.INTERRUPTED == 130 and "ended by interrupt" in err and "Traceback" not in err
+    assert code == generating.INTERRUPTED == 130 and "ended by Ctrl-C" in err and "Traceback" not in err
     if when == "prompt":
         assert out == "" and "prompt: 512 tokens in" in err and "decode" not in err
     else:
@@ -210,7 +210,7 @@ def test_a_real_signal(folder: Path) -> None:
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "ended by interrupt" in err and "Traceback" not in err
+    assert process.returncode == 130 and "ended by Ctrl-C" in err and "Traceback" not in err
 
 
 def test_rows_of_a_batch_do_not_see_each_other(folder: Path) -> None:
@@ -245,3 +245,34 @@ def test_a_prompt_that_has_no_place(size: int, folder: Path) -> None:
     loop = DecodeLoop(decoder, DecodeState(decoder.config, 1, 128, "f32", torch.float32, "cpu"))
     with pytest.raises(ValueError, match=f"prompt: expected 1 to 128 tokens, got {size}"):
         loop.prefill([1] * size)
+
+
+@pytest.mark.parametrize(
+    ("package", "hint"), [("tokenizers", "tokenizers and jinja2"), ("jinja2", "jinja2"), ("safetensors", "a package")]
+)
+def test_without_a_package_the_extra_is_named(package: str, hint: str, folder: Path) -> None:
+    done = command(*asked(folder, "--prompt", "a"), prelude=f"import sys; sys.modules[{package!r}] = None")
+    words = " ".join(done.stderr.replace("│", " ").split())
+    assert (done.returncode, done.stdout) == (2, "") and hint in words and "splitkv[generate]" in words
+
+
+def test_help_has_an_example() -> None:
+    code, out, _ = run("generate", "--help")
+    assert code == 0 and "Example: splitkv generate" in out
+
+
+def test_the_longest_context(folder: Path) -> None:
+    record = json.loads(run(*asked(folder, "--prompt", "a", "--context", "262144", "--kv-dtype", "f16", "--json"))[1])
+    assert record["plan"]["tokens"] == 262_145 and len(record["tokens"]) > 1
+
+
+def test_a_cache_that_is_filled_to_its_last_place(folder: Path) -> None:
+    decoder = open_model(folder).load(torch.float32, "cpu")
+    prompt, new = list(range(40)), 9
+    texts = []
+    for capacity in (len(prompt) + new - 1, 100):
+        loop = DecodeLoop(decoder, DecodeState(decoder.config, 1, capacity, "f32", torch.float32, "cpu"))
+        loop.prefill(prompt)
+        texts.append(list(loop.generate(new)))
+        assert all(int(cache.dropped) == 0 for cache in loop.state.caches.values())
+    assert texts[0] == texts[1]

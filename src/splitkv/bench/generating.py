@@ -20,6 +20,7 @@ from .record import command_line, provenance, to_json
 SCHEMA = "splitkv.generate.v1"
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 and the signal's number, as shells have it."""
+_ENDS = {"end": "the model's end token", "length": "--max-new-tokens", "interrupt": "Ctrl-C"}
 _FLOOR_SWEEP_BYTES = 256 << 20
 _DTYPES = ("f32", "f16", "bf16")
 
@@ -193,7 +194,7 @@ def run(
 
     with progress_bar("weights") as progress:
         decoder = files.load(dtype, device, progress)
-    state = DecodeState(files.config, 1, room + 1, kv_dtype, dtype, device)
+    state = DecodeState(files.config, 1, room, kv_dtype, dtype, device)
     loop = DecodeLoop(decoder, state, sampler)
 
     def count(done: int, total: int, label: str) -> None:
@@ -253,6 +254,6 @@ def report(outcome: Outcome, kv_dtype: str, plan: dict[str, Any], options: dict[
             share, speed = figures["percent_of_floor"], outcome.read_bytes_s / 1e9
             line += f"; {outcome.bytes_per_token / 1e6:,.1f} MB a token, {share:.0f}% of the floor at {speed:,.1f} GB/s"
         lines.append(line)
-    lines.append(f"{kv_dtype} KV; ended by {outcome.ended}")
+    lines.append(f"{kv_dtype} KV; ended by {_ENDS[outcome.ended]}")
     for line in lines:
         typer.echo(line, err=True)

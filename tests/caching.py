@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from helpers import NAN, same_bits
+from helpers import BITS, NAN, same_bits
 from torch import Tensor
 
 from splitkv import ContiguousKVCache, PagedKVCache
@@ -50,7 +50,7 @@ def paged(
 def poisoned(cache: Any) -> Any:
     """The cache with every byte a NaN, so that what is not written shows."""
     for tensor in (cache.k_cache, cache.v_cache):
-        tensor.copy_(torch.full((), NAN, dtype=torch.float32).to(tensor.dtype))
+        tensor.copy_(torch.full((), NAN, device=tensor.device).to(tensor.dtype))
     return cache
 
 
@@ -60,7 +60,9 @@ def held(cache: Cache, row: int, length: int | None = None) -> tuple[Tensor, Ten
     if isinstance(cache, ContiguousKVCache):
         return cache.k_cache[row, :length], cache.v_cache[row, :length]
     pages = cache.block_table[row, : -(-length // cache.page_size)].long()
-    return tuple(pool[pages].flatten(0, 1)[:length] for pool in (cache.k_cache, cache.v_cache))  # type: ignore[return-value]
+    bits = [pool.view(BITS[pool.element_size()])[pages] for pool in (cache.k_cache, cache.v_cache)]
+    k, v = (part.flatten(0, 1)[:length].view(cache.dtype) for part in bits)
+    return k, v
 
 
 def make(kind: str, batch: int, capacity: int, **options: Any) -> Cache:

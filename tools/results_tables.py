@@ -1,4 +1,4 @@
-"""Write the tables of measured figures in README.md and docs/results.md from results/h200/*.json, or check them.
+"""Write the tables of measured figures in README.md and docs/ from results/h200/*.json, or check them.
 
 `python tools/results_tables.py` rewrites what stands between the markers; `--check` exits 1 where that would change
 anything. No figure is written by hand.
@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from splitkv.bench.summary import OURS, best_peer, goal_met, groups, speedup
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "h200"
 BEGIN, END = "<!-- figures: {} -->", "<!-- end of figures -->"
@@ -18,6 +20,34 @@ HEADER = (
     "| heads, head_dim | KV | keys | floor µs | splitkv µs | of bandwidth | unsplit µs | error | PyTorch's error |",
     "|---|---|---|---|---|---|---|---|---|",
 )
+
+
+ATTENTION_HEADER = (
+    "| case (batch, heads, head_dim, keys, KV) | floor µs | goal µs | splitkv µs | met | best other | its µs | "
+    "speed-up | error | its error |",
+    "|---|---|---|---|---|---|---|---|---|---|",
+)
+GROUPS = {
+    "table": "The cases with a goal of their own",
+    "dtypes": "Other KV dtypes",
+    "ragged": "Rows of different lengths, 1k to 64k, pages of 16",
+    "pages": "Pages of 16 and 64 keys",
+    "queries": "Four queries per row",
+    "192/128": "K of 192, V of 128",
+    "cost-length": "Cost: length",
+    "cost-batch": "Cost: rows",
+    "cost-heads": "Cost: KV heads",
+    "cost-capacity": "Cost: capacity, 4,096 keys valid",
+}
+PLOTS = {
+    "time": "µs per call against keys per row",
+    "excess": "µs above the floor against keys per row",
+    "bandwidth": "share of the read bandwidth against keys per row",
+    "cases": "share of the read bandwidth, every case",
+    "speedup": "time of the best other contender over ours, every case",
+    "cost": "how time grows",
+}
+"""The figures that docs/performance.md shows where `splitkv report --plots docs/plots` has drawn them."""
 
 
 def rows_of(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -65,7 +95,45 @@ def results_page() -> str:
     return "\n".join(parts).rstrip()
 
 
-PLACES = {ROOT / "README.md": ("rungs", readme), ROOT / "docs" / "results.md": ("all", results_page)}
+def attention_line(row: dict[str, Any]) -> str:
+    """ours, and the fastest contender besides; * marks one whose error is over four times ours."""
+    ours, peer, gain = row["us"].get(OURS), best_peer(row), speedup(row)
+    cells = [row["case"], f"{row['floor_us']:.1f}", f"{row['goal_us']:.1f}"]
+    cells += [f"{ours:.1f}" if ours is not None else "failed", "yes" if goal_met(row) else "**no**"]
+    cells += [f"{peer.name}{'*' if peer.rough else ''}" if peer else "none", f"{peer.us:,.1f}" if peer else ""]
+    cells += [f"{gain:.2f}" if gain is not None else "", f"{row['err'][OURS]:.1e}" if OURS in row["err"] else ""]
+    cells += [f"{row['err'][peer.name]:.1e}" if peer else ""]
+    return f"| {' | '.join(cells)} |"
+
+
+def attention_tables() -> list[str]:
+    """Nothing until there is a result file."""
+    if not (RESULTS / "attention.json").exists():
+        return []
+    record, rows = rows_of("attention")
+    versions = [f"{name} {version}" for name, version in record["contender_versions"].items() if version]
+    parts = [f"{source(record, 'attention').replace('LINK', '..')} Contenders: {', '.join(versions)}.", ""]
+    for group, members in groups(rows).items():
+        lines = [attention_line(dict(row)) for row in members]
+        parts += [f"### {GROUPS.get(group, group)}", "", *ATTENTION_HEADER, *lines, ""]
+    return parts
+
+
+def performance_page() -> str:
+    """The tables, then the figures that are there."""
+    parts = attention_tables()
+    for name in ("attention", "rungs"):
+        for plot, caption in PLOTS.items():
+            if (ROOT / "docs" / "plots" / f"{name}-{plot}.png").exists():
+                parts += [f"![{name}: {caption}](plots/{name}-{plot}.png)", ""]
+    return "\n".join(parts).rstrip()
+
+
+PLACES = {
+    ROOT / "README.md": ("rungs", readme),
+    ROOT / "docs" / "results.md": ("all", results_page),
+    ROOT / "docs" / "performance.md": ("attention", performance_page),
+}
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
 """splitkv: decode attention for long contexts, with one answer whatever the schedule."""
 
 from . import ops as _ops  # registers torch.ops.splitkv
-from .attention import DecodeAttention, decode_attention, merge_states
+from .attention import decode_attention, merge_states
 from .cache.contiguous import ContiguousKVCache
 from .cache.memory import MemoryPlan, plan_memory
 from .cache.paged import PagedKVCache
 from .checks import UnsupportedError
+from .decode_loop import DecodeAttention
 from .plan import DecodePlan, plan_decode, workspace_bytes
 from .policy import SplitPolicy
 from .problem import DecodeProblem, DeviceSpec

@@ -1,4 +1,4 @@
-"""The public calls: check, plan, launch. The only file where policy and kernels meet."""
+"""The public functions: look the call up, or check, plan and launch it. Where policy and kernels meet."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import LAUNCHERS, launcher
+from .backends import LAUNCHERS
 from .checks import DecodeInputs, UnsupportedError, check_inputs, check_out, check_vector_layout, check_workspace
-from .device_checks import capturing, check_values, checks_wanted
 from .plan import DecodePlan, plan_decode
 from .policy import SplitPolicy
+from .prepared import BACKEND_VARIABLE, INTERPRET_VARIABLE, NO_KEY, CallMemo, FirstCall, call_key
 from .problem import DecodeProblem, DeviceSpec
 from .tiles import compute_dtype
 
-BACKEND_VARIABLE = "SPLITKV_BACKEND"
-TRITON_MAX_HEAD_DIM = 256
 FP8_CAPABILITY = (8, 9)
 MAX_GRID_ROWS = 65_535  # CUDA's limit on a grid's third dimension
+
+_CALLS = CallMemo()
+"""Calls that `decode_attention` has checked before: a bounded memo that never changes an answer (prepared.py)."""
 
 
 def decode_attention(
@@ -76,11 +77,7 @@ def decode_attention(
             q, k_cache, v_cache, seq_lens, block_table, softmax_scale, window, softcap, sinks, starts, mask, k_scale,
             v_scale, policy, backend, out, return_lse, workspace,
         )  # fmt: skip
-    inputs = check_inputs(
-        q,
-        k_cache,
-        v_cache,
-        seq_lens,
+    options: dict[str, Any] = dict(
         block_table=block_table,
         softmax_scale=softmax_scale,
         window=window,
@@ -91,64 +88,24 @@ def decode_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+    key: tuple[Any, ...] | None = None
+    try:
+        settings = (policy, backend, bool(return_lse))
+        key, addresses, uniform_len = call_key(q, k_cache, v_cache, seq_lens, out, workspace, settings, **options)
+        known = _CALLS.find(key, uniform_len)
+    except NO_KEY:
+        key = known = None
+    if known is not None:
+        return known.run(q, addresses, uniform_len, out, workspace)
+    inputs = check_inputs(q, k_cache, v_cache, seq_lens, **options)
     check_out(out, q, inputs.problem.v_head_dim)
     name = choose_backend(backend, inputs)
     plan = plan_for(inputs.problem, q.device, policy)
     check_workspace(workspace, plan.workspace_bytes, q)
-    return _launch(name, inputs, plan, q, out, return_lse, workspace)
-
-
-class DecodeAttention:
-    """A plan and its workspace, made once and reused: for decode loops and CUDA graphs.
-
-    problem: the shape of every call. policy: as in `decode_attention`. device: where (default: the current
-    CUDA device, else the CPU). `plan` is public; `workspace` belongs to this object, so use one object per
-    stream.
-    """
-
-    def __init__(
-        self, problem: DecodeProblem, policy: str | SplitPolicy = "auto", device: torch.device | str | None = None
-    ) -> None:
-        if not isinstance(problem, DecodeProblem):
-            raise TypeError(f"problem: expected a DecodeProblem, got {type(problem).__name__}")
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.empty(0, device=default if device is None else device).device
-        self.problem = problem
-        self.plan = plan_for(problem, self.device, policy)
-        self.workspace = torch.empty(self.plan.workspace_bytes, dtype=torch.uint8, device=self.device)
-        self._warm = False
-
-    def run(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        seq_lens: Tensor | int,
-        *,
-        backend: str = "auto",
-        out: Tensor | None = None,
-        return_lse: bool = False,
-        **options: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """`decode_attention` with this object's plan and workspace; options are its keyword arguments.
-
-        Raises ValueError where the tensors do not have the problem's shape, and RuntimeError in a CUDA graph's capture
-        before a first call outside one.
-        """
-        if not self._warm and capturing():
-            raise RuntimeError(
-                "run: expected a first call before the capture of a CUDA graph, as it compiles; got none"
-            )
-        inputs = check_inputs(q, k_cache, v_cache, seq_lens, **options)
-        if inputs.problem != self.problem:
-            raise ValueError(f"run: expected tensors of {self.problem}, got {inputs.problem}")
-        if q.device != self.device:
-            raise ValueError(f"q: expected device {self.device} of this DecodeAttention, got {q.device}")
-        check_out(out, q, inputs.problem.v_head_dim)
-        name = choose_backend(backend, inputs)
-        result = _launch(name, inputs, self.plan, q, out, return_lse, self.workspace)
-        self._warm = True
-        return result
+    first = FirstCall(name, inputs, plan, q, out, return_lse, workspace)
+    result = first.run()
+    _CALLS.keep(key, first.kept())
+    return result
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,11 +160,6 @@ def choose_backend(backend: str, inputs: DecodeInputs) -> str:
 def _check_gpu_limits(backend: str, inputs: DecodeInputs) -> None:
     """Refuse what contract and CPU know and the Triton kernels do not."""
     problem = inputs.problem
-    if max(problem.head_dim, problem.v_head_dim) > TRITON_MAX_HEAD_DIM:
-        raise UnsupportedError(
-            f"k_cache: backend {backend} supports head_dim up to {TRITON_MAX_HEAD_DIM}, got {problem.head_dim}; "
-            "supported at this size: CPU tensors on backend cpu"
-        )
     if compute_dtype(problem.q_dtype, problem.kv_dtype) == "f32":
         for name in ("k_cache", "v_cache") + (("q",) if problem.head_dim != problem.v_head_dim else ()):
             check_vector_layout(name, getattr(inputs, name))
@@ -239,33 +191,7 @@ def _device_spec(device: torch.device) -> DeviceSpec:
 
 
 def _interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _launch(
-    backend: str,
-    inputs: DecodeInputs,
-    plan: DecodePlan,
-    q: Tensor,
-    out: Tensor | None,
-    return_lse: bool,
-    workspace: Tensor | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    if checks_wanted():
-        check_values(inputs)
-    if out is None:
-        out = torch.empty((*q.shape[:-1], plan.problem.v_head_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
-    if workspace is None and plan.splits:
-        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=q.device)
-    launcher(backend)(
-        **inputs.launch_arguments(),
-        out=out if out.ndim == 4 else out.unsqueeze(1),
-        lse=lse if lse is None or lse.ndim == 3 else lse.unsqueeze(1),
-        workspace=workspace,
-        plan=plan,
-    )
-    return out if lse is None else (out, lse)
+    return os.environ.get(INTERPRET_VARIABLE) == "1"
 
 
 def _decode_compiled(

@@ -8,6 +8,7 @@ and skipped while a CUDA graph is being captured.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import torch
 
@@ -17,13 +18,27 @@ from .policy import parse_switch
 CHECK_VARIABLE = "SPLITKV_CHECK"
 
 
-def capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def capturing(device: torch.device) -> bool:
+    """Whether the device's current stream is being captured into a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device) if device.index != torch.cuda.current_device() else nullcontext():
+        return torch.cuda.is_current_stream_capturing()
 
 
-def checks_wanted() -> bool:
-    return parse_switch(os.environ.get(CHECK_VARIABLE, ""), declared=False) and not capturing()
+def current_stream(device: torch.device) -> int:
+    """A number for the device's current stream: its handle, or 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch._C._cuda_getCurrentRawStream(device.index)  # torch.cuda.current_stream() takes 1.5 us
+
+
+def checks_asked() -> bool:
+    return parse_switch(os.environ.get(CHECK_VARIABLE, ""), declared=False)
+
+
+def checks_wanted(device: torch.device) -> bool:
+    return checks_asked() and not capturing(device)
 
 
 def check_values(inputs: DecodeInputs) -> None:

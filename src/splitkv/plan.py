@@ -143,7 +143,7 @@ def _plan(
     split_len, num_splits = rule.split(problem.capacity)
     max_splits = max(rule.max_splits(problem.capacity), 1)
     rows = problem.rows_per_kv_head if packed else problem.q_len
-    tile = tile_config(problem, rows)
+    tile = tile_config(problem, rows, device)
     max_run, target_units = _schedule(problem, device, rule, tile, max_splits)
     return DecodePlan(
         problem=problem,

@@ -1,17 +1,22 @@
 """The tile: the block of keys that one step of the kernel reads, and the warps that read it.
 
 It fixes bytes of the answer (which products are summed together), so it follows from the geometry and dtypes
-alone: never from the batch, the capacity, the pages, the SM count or a tuned table. Pure integers.
+alone (at head_dim 576 from the architecture's shared memory too): never from the batch, the capacity, the pages, the SM
+count or a tuned table. Pure integers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .problem import DTYPE_BYTES, KIB, DecodeProblem
+from .problem import DTYPE_BYTES, KIB, DecodeProblem, DeviceSpec
 
 TENSOR_CORE_ROWS, MAX_BLOCK_ROWS, MAX_F32_ROWS = 16, 64, 8
 F32_TILE_BYTES = 8 * KIB
+LATENT_HEAD_DIM = 576
+MAX_LATENT_ROWS, LATENT_TILE_BYTES = 32, 112 * KIB
+"""Absorbed MLA: 32 query vectors beside 1,088 columns fill the registers of eight warps, and 32 keys this much shared
+memory; GPUs with less take 16 keys."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,8 @@ class TileConfig:
     """How one block works through its keys.
 
     block_m: query vectors per block (padded). block_n: keys per tile. compute: dtype of both products. These
-    and num_warps fix the bytes of the answer; num_stages (tiles in flight) does not.
+    and num_warps fix the bytes of the answer; num_stages (tiles in flight) does not, nor do v_in_k_stages, the stages
+    more for which there is room where V is part of K and in the same memory.
     """
 
     block_m: int
@@ -27,6 +33,7 @@ class TileConfig:
     num_warps: int
     num_stages: int
     compute: str
+    v_in_k_stages: int = 0
 
     @property
     def tile_m(self) -> int:
@@ -65,9 +72,11 @@ def tile_keys(problem: DecodeProblem, block_m: int = 1) -> int:
     return 128 if dims <= 128 else 64 if dims <= 256 else 32
 
 
-def tile_config(problem: DecodeProblem, rows: int) -> TileConfig:
+def tile_config(problem: DecodeProblem, rows: int, device: DeviceSpec) -> TileConfig:
     """The tile for blocks that serve up to `rows` query vectors of one KV head."""
     compute = compute_dtype(problem.q_dtype, problem.kv_dtype)
+    if problem.head_dim == LATENT_HEAD_DIM:
+        return _latent_tile(problem, rows, device, compute)
     if compute == "f32":
         block_m = min(power_of_two(rows), MAX_F32_ROWS)
         return TileConfig(block_m, tile_keys(problem, block_m), 1, 4, compute)
@@ -79,6 +88,17 @@ def tile_config(problem: DecodeProblem, rows: int) -> TileConfig:
     if problem.page_size is not None and block_n < 32 * num_warps:
         num_stages = 2 * num_stages - 1  # Triton then gives half of the stages to the loads of the page ids
     return TileConfig(block_m, block_n, num_warps, num_stages, compute)
+
+
+def _latent_tile(problem: DecodeProblem, rows: int, device: DeviceSpec, compute: str) -> TileConfig:
+    """Tiles of 576 + 512 columns: eight warps, and the rows and keys that registers and shared memory hold where V has
+    memory of its own (read from the compiled kernels, tests/kernels/test_latent_compile.py)."""
+    if compute == "f32":
+        return TileConfig(min(power_of_two(rows), MAX_F32_ROWS), 8, 8, 2, compute, 1)
+    block_m = min(max(power_of_two(rows), TENSOR_CORE_ROWS // 2), MAX_LATENT_ROWS)
+    block_n = 16 if 0 < device.shared_memory_bytes < LATENT_TILE_BYTES else 32
+    num_stages, more = (2, 1) if problem.page_size is None else (3, 2)  # as in tile_config
+    return TileConfig(block_m, block_n, 8, num_stages, compute, more)
 
 
 def most_splits_per_block(tile: TileConfig, problem: DecodeProblem) -> int:
@@ -94,7 +114,12 @@ def most_splits_per_block(tile: TileConfig, problem: DecodeProblem) -> int:
 
 def padded_dims(problem: DecodeProblem) -> int:
     """Columns of K and V per key as the kernel holds them."""
-    return power_of_two(problem.head_dim) + power_of_two(problem.v_head_dim)
+    return sum(column_blocks(problem.head_dim)) + power_of_two(problem.v_head_dim)
+
+
+def column_blocks(head_dim: int) -> tuple[int, int]:
+    """Powers of two, the first of which holds most columns of K and the second the rest (0: none)."""
+    return (512, 64) if head_dim == LATENT_HEAD_DIM else (power_of_two(head_dim), 0)
 
 
 def power_of_two(n: int) -> int:

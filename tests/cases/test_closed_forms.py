@@ -42,9 +42,9 @@ def assert_close(got: torch.Tensor, want: Any, tolerance: float = 1e-5) -> None:
 @pytest.mark.parametrize("which", ["K", "V", "both"])
 def test_case_02_poison_past_the_end(decode: Decode, which: str, paged: bool) -> None:
     """0 x NaN is NaN: what lies past a row's length must not be multiplied by its weight of 0."""
-    q = torch.randn(4, 8, 16)
+    q = torch.randn(4, HEADS, 16)
     k, v = caches(128, batch=4)
-    ends, want = [32, 64, 96, 48], None
+    ends, want = [32, 61, 96, 13], None
     for fill in (0.0, math.nan, math.inf, 6e4):
         keys, values = k.clone(), v.clone()
         for row, end in enumerate(ends):
@@ -74,6 +74,18 @@ def test_case_08_the_window_counts_the_current_key(decode: Decode, window: int, 
         for policy in ("auto", "5"):
             out = decode(zero_q(), k, v, length, window=window, policy=policy)
             assert_close(out, 1 / min(window, length) if seen else 0.0)
+
+
+@pytest.mark.parametrize("past", [-1, 0, 1, 904, 258_048])
+def test_case_08_long_rows_and_windows(decode_here: Decode, past: int) -> None:
+    """Windows of 4,096 in rows from one key shorter to 262,144; in the interpreter a sixteenth of it."""
+    window, length = (256, 256 + past // 16) if decode_here.interpreted else (4096, 4096 + past)
+    k = torch.zeros(1, length, 1, DIM)
+    for marked in {max(length - window - 1, 0), max(length - window, 0), length - 1}:
+        v = torch.zeros_like(k)
+        v[:, marked] = 1
+        out = decode_here(zero_q(heads=1), k, v, length, window=window)
+        assert_close(out, 1 / min(window, length) if marked >= length - window else 0.0)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 8, 16])
@@ -109,23 +121,54 @@ def test_case_14_splits_that_see_nothing(decode: Decode, splits: int) -> None:
         assert_close(results[0][row], want)
 
 
-LENGTHS = [*range(1, 70), 95, 96, 97, 127, 128, 129, 255, 256, 257, 300]
+@pytest.mark.parametrize("policy", ["2", "4"])
+def test_case_14_splits_that_no_query_sees_whole(decode: Decode, policy: str) -> None:
+    """Three causal queries in rows of 1, 3 and 2 keys, and rows one key longer than whole tiles."""
+    lengths = lens(1, 3, 2, 65, 129)
+    k, v = caches(129, batch=5)
+    q = torch.zeros(5, 3, HEADS, DIM)
+    results = []
+    for byte in (0xFF, 0x7F, 0):
+        workspace = torch.full((5 * 3 * HEADS * 4 * (DIM + 2) * 4,), byte, dtype=torch.uint8)
+        results.append(decode(q, k, v, lengths, policy=policy, workspace=workspace))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    for row, length in enumerate(lengths.tolist()):
+        for query, end in enumerate(range(length - 2, length + 1)):
+            assert_close(results[0][row, query], mean_of(v[row, :end]) if end > 0 else 0.0)
+
+
+LENGTHS = [*range(1, 19), 31, 32, 33, 47, 48, 49, *range(62, 67), 95, 96, 97, 127, 128, 129, 255, 256, 257, 300]
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_case_17_lengths_that_end_inside_a_tile(decode: Decode, paged: bool) -> None:
+    check_lengths(decode, LENGTHS if decode.interpreted else [*range(1, 301)], paged)
+
+
+def check_lengths(decode: Decode, lengths: list[int], paged: bool) -> None:
     """Padding lanes in the denominator show as a ratio of tile to length."""
-    batch = len(LENGTHS)
+    batch = len(lengths)
     k, v = caches(304)
     options = {}
     keys, values = k.expand(batch, -1, -1, -1), v.expand(batch, -1, -1, -1)
     if paged:
         keys, values = k.view(19, 16, KV_HEADS, DIM), v.view(19, 16, KV_HEADS, DIM)
         options["block_table"] = torch.arange(19, dtype=torch.int32).expand(batch, 19).contiguous()
-    out, lse = decode(zero_q(batch), 1e3 * keys, values, lens(*LENGTHS), return_lse=True, **options)
-    for row, length in enumerate(LENGTHS):
+    out, lse = decode(zero_q(batch), 1e3 * keys, values, lens(*lengths), return_lse=True, **options)
+    for row, length in enumerate(lengths):
         assert_close(out[row], mean_of(v[0, :length]))
         assert_close(lse[row], math.log(length))
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+@pytest.mark.parametrize("size", [512, 1024, 2048, 262_143])
+def test_case_17_lengths_that_end_beside_a_split(decode_here: Decode, size: int, beyond: int) -> None:
+    """In the interpreter a window leaves the last 100 keys, which end at the same places."""
+    length, window = size + beyond, 100 if decode_here.interpreted else 0
+    k, v = caches(length, kv_heads=1)
+    out, lse = decode_here(zero_q(heads=1), 1e3 * k, v, length, window=window, return_lse=True)
+    assert_close(out[0], v[0, -window:].double().mean(0))
+    assert_close(lse, math.log(window or length), 1e-4)
 
 
 @pytest.mark.parametrize("policy", ["1", "4"])
@@ -139,11 +182,13 @@ def test_case_18_the_cap_comes_before_the_mask(decode: Decode, policy: str) -> N
     v = torch.zeros(1, 103, 1, 64)
     v[0, :3, 0, :3] = torch.eye(3)
     v[0, 3:] = 1e3
+    hidden = {"by the length": (3, None), "by a mask": (103, torch.arange(103) < 3)}
     for cap in (5.0, 50.0, 1e-3):
-        out, lse = decode(q, k, v, 3, softcap=cap, policy=policy, return_lse=True)
         capped = cap * torch.tanh(logits[:3].double() / cap)
-        assert_close(out[0, 0, :3], capped.softmax(0))
-        assert_close(lse, capped.logsumexp(0))
+        for length, mask in hidden.values():
+            out, lse = decode(q, k, v, length, mask=mask, softcap=cap, policy=policy, return_lse=True)
+            assert_close(out[0, 0, :3], capped.softmax(0))
+            assert_close(lse, capped.logsumexp(0))
     off = decode(q, k, v, 3, policy=policy)
     assert torch.equal(decode(q, k, v, 3, softcap=0.0, policy=policy), off)
     assert not torch.equal(decode(q, k, v, 3, softcap=50.0, policy=policy), off)
@@ -153,7 +198,8 @@ def test_case_18_the_cap_comes_before_the_mask(decode: Decode, policy: str) -> N
 def test_case_20_rows_of_nothing(decode: Decode, policy: str) -> None:
     k, v = caches(300, batch=4)
     q = torch.randn(4, HEADS, DIM)
-    out, lse = decode(q, k, v, lens(7, 0, 300, 0), policy=policy, return_lse=True)
+    written = torch.full_like(q, math.nan)
+    out, lse = decode(q, k, v, lens(7, 0, 300, 0), policy=policy, return_lse=True, out=written)
     assert not out[[1, 3]].any() and bool((lse[[1, 3]] == -math.inf).all())
     kept = decode(q[[0, 2]], k[[0, 2]], v[[0, 2]], lens(7, 300), policy=policy, return_lse=True)
     assert torch.equal(out[[0, 2]], kept[0]) and torch.equal(lse[[0, 2]], kept[1])
@@ -186,7 +232,18 @@ def test_case_27_per_rank_head_counts(decode: Decode, heads: tuple[int, int]) ->
     assert_close(out[0, :, 0], torch.arange(num_q_heads) // (num_q_heads // num_kv_heads) + 1)
 
 
-@pytest.mark.parametrize("heads", [(7, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize(("batch", "length"), [(256, 33), (1, 262_144)])
+def test_case_27_per_rank_head_counts_at_size(decode_here: Decode, batch: int, length: int) -> None:
+    """Six query heads on one KV head; in the interpreter fewer rows, and a window of the long one."""
+    batch, window = (min(batch, 5), 100) if decode_here.interpreted else (batch, 0)
+    k, v = caches(length, kv_heads=1)
+    keys, values = (cache.expand(batch, -1, -1, -1) for cache in (k, v))
+    out, lse = decode_here(zero_q(batch, heads=6), keys, values, length, window=window, return_lse=True)
+    assert_close(out, v[0, -window:].double().mean(0).expand(batch, 6, DIM))
+    assert_close(lse, math.log(min(window or length, length)), 1e-4)
+
+
+@pytest.mark.parametrize("heads", [(7, 2), (2, 4), (4, 0), (0, 1)], ids=str)
 def test_case_27_head_counts_that_do_not_divide(decode: Decode, heads: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=rf"{heads[1]} KV heads, got {heads[0]} query heads"):
         decode(zero_q(heads=heads[0]), *caches(8, kv_heads=heads[1]), 8)

@@ -24,6 +24,6 @@ def run(*words: str) -> tuple[int, str, str]:
 def script(*words: str, prelude: str = "", columns: str = "100") -> subprocess.CompletedProcess[str]:
     """The console script in a process of its own."""
     program = f"{prelude}\nfrom splitkv.cli import main\nmain()"
-    env = {**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": columns}
+    env = {**os.environ, "PYTHONPATH": f"{SRC}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "COLUMNS": columns}
     command = [sys.executable, "-c", program, *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)

@@ -163,3 +163,14 @@ def test_offsets_are_64_bit(append: Any, check_overflow: None) -> None:
     for i, part in enumerate((k, v)):
         assert same_bits(pool[65535, i, 15], cpu_append.to_storage(part[0, 0], 1.0, E4M3))
         assert same_bits(pool[65536, i, 0], cpu_append.to_storage(part[0, 1], 1.0, E4M3))
+
+
+@pytest.mark.parametrize("append", APPENDS, ids=["torch", "triton"])
+def test_offsets_of_rows_are_64_bit(append: Any, check_overflow: None) -> None:
+    """CASE-01: a row that begins at 2**31, of a cache of which only a few bytes are ever touched."""
+    k, v = kv(3, 1, dim=64)
+    caches = [torch.empty(3, 2**23, 2, 64, dtype=E5M2) for _ in range(2)]
+    append(k=k, v=v, **arguments_of(*caches, [0, 5, 2**23 - 1]))
+    for cache, part in zip(caches, (k, v), strict=True):
+        assert same_bits(cache[2, -1], cpu_append.to_storage(part[2, 0], 1.0, E5M2))
+        assert same_bits(cache[1, 5], cpu_append.to_storage(part[1, 0], 1.0, E5M2))

@@ -54,8 +54,11 @@ class _Recorder:
         self.arguments = arguments
 
 
-def kernel_launches(plan: DecodePlan, monkeypatch: Any, *, lens_dtype: torch.dtype = torch.int32) -> dict[str, tuple]:
-    """{kernel name: (kernel, arguments)} that the plan would launch, on tensors of the real strides but no memory."""
+def kernel_launches(
+    plan: DecodePlan, monkeypatch: Any, *, lens_dtype: torch.dtype = torch.int32, v_in_k: bool = False
+) -> dict[str, tuple]:
+    """{kernel name: (kernel, arguments)} that the plan would launch, on tensors of the real strides but no memory.
+    v_in_k: V is the first columns of K."""
     problem = plan.problem
     dtypes = {
         "f32": torch.float32,
@@ -79,13 +82,15 @@ def kernel_launches(plan: DecodePlan, monkeypatch: Any, *, lens_dtype: torch.dty
         "merge_kernel": triton_launch.merge_kernel,
         "rowwise_kernel": rowwise.rowwise_kernel,
     }
+    k_cache = tensor(outer, pages, kv_heads, problem.head_dim, dtype=kv)
+    v_cache = tensor(outer, pages, kv_heads, problem.v_head_dim, dtype=kv)
     table = None
     if problem.page_size:
         table = tensor(problem.batch, problem.capacity // problem.page_size, dtype=torch.int32)
     arguments = dict(
         q=tensor(problem.batch, problem.q_len, heads, problem.head_dim, dtype=q_dtype),
-        k_cache=tensor(outer, pages, kv_heads, problem.head_dim, dtype=kv),
-        v_cache=tensor(outer, pages, kv_heads, problem.v_head_dim, dtype=kv),
+        k_cache=k_cache,
+        v_cache=k_cache[..., : problem.v_head_dim] if v_in_k else v_cache,
         seq_lens=tensor(problem.batch, dtype=lens_dtype),
         block_table=table,
         softmax_scale=0.0625,

@@ -24,12 +24,13 @@ from triton.compiler import ASTSource
 from splitkv import DecodeProblem, DeviceSpec, plan_decode
 
 GEOMETRIES = {
-    "24/4, 256": (24, 4, 256),
-    "16/4, 256": (16, 4, 256),
-    "32/8, 128": (32, 8, 128),
-    "4/4, 128": (4, 4, 128),
-    "16/1, 128": (16, 1, 128),
-    "24/4, 48": (24, 4, 48),
+    "24/4, 256": (24, 4, 256, 256),
+    "16/4, 256": (16, 4, 256, 256),
+    "32/8, 128": (32, 8, 128, 128),
+    "4/4, 128": (4, 4, 128, 128),
+    "16/1, 128": (16, 1, 128, 128),
+    "24/4, 48": (24, 4, 48, 48),
+    "16/1, 576/512": (16, 1, 576, 512),
 }
 
 
@@ -63,12 +64,12 @@ def summed_in(kernel: Any, arguments: dict[str, Any], unaligned: tuple[str, ...]
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("f32", "f32"), ("bf16", "bf16"), ("f32", "bf16")], ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_sums_have_one_layout(geometry: str, dtype: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads, kv_heads, dim = GEOMETRIES[geometry]
+    heads, kv_heads, dim, v_dim = GEOMETRIES[geometry]
     device = DeviceSpec.named("h200")
 
-    def launches(max_run: int = 1, page_size: int | None = None) -> dict[str, tuple]:
-        problem = DecodeProblem(1, heads, kv_heads, dim, q_dtype=dtype, kv_dtype=kv_dtype, page_size=page_size)
-        return kernel_launches(reschedule(plan_decode(problem, device), max_run, 132), monkeypatch)
+    def launches(max_run: int = 1, page_size: int | None = None, v_in_k: bool = False) -> dict[str, tuple]:
+        problem = DecodeProblem(1, heads, kv_heads, dim, v_dim, q_dtype=dtype, kv_dtype=kv_dtype, page_size=page_size)
+        return kernel_launches(reschedule(plan_decode(problem, device), max_run, 132), monkeypatch, v_in_k=v_in_k)
 
     kernel, arguments = launches()["split_kernel"]
     want = summed_in(kernel, arguments)
@@ -82,6 +83,9 @@ def test_sums_have_one_layout(geometry: str, dtype: str, kv_dtype: str, monkeypa
         "unaligned q": summed_in(kernel, arguments, ("q",)),
         "heads first": summed_in(kernel, arguments | dict(k_stride_t=dim, k_stride_h=dim * 262_144)),
     }
+    if v_dim < dim:
+        variants["V in K"] = summed_in(*launches(v_in_k=True)["split_kernel"])
+        variants["V in K, pages"] = summed_in(*launches(4, 16, v_in_k=True)["split_kernel"])
     if dtype != "f32":
         variants |= {
             "odd strides": summed_in(kernel, arguments | odd),

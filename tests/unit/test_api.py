@@ -21,9 +21,9 @@ from splitkv import (
     DecodeProblem,
     DeviceSpec,
     SplitPolicy,
-    attention,
     decode_attention,
     plan_decode,
+    prepared,
     reference_attention,
     workspace_bytes,
 )
@@ -109,7 +109,8 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
     """Records (backend, plan) in place of launching."""
     recorded: list[tuple[str, Any]] = []
-    monkeypatch.setattr(attention, "launcher", lambda name: lambda plan, **_: recorded.append((name, plan)))
+    monkeypatch.setattr(prepared, "preparer", lambda name: lambda **_: None)
+    monkeypatch.setattr(prepared, "launcher", lambda name: lambda plan, **_: recorded.append((name, plan)))
     yield recorded
 
 

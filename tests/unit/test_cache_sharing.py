@@ -167,6 +167,10 @@ def test_free_twice_is_an_error_and_reuse_is_clean() -> None:
     assert cache.dropped.tolist() == [0, 1, 0], "a row with no page gets nothing"
     cache.append(k[None, :5], v[None, :5], [row])
     assert_holds(cache, row, k[:5], v[:5])
+    cache.free(row)
+    cache.seq_lens.fill_(7)
+    cache.reserve(1, 4)
+    assert cache.seq_lens[1] == 0 and not cache.dropped.any(), "whatever happened to it while it was free"
 
 
 def test_reserving_again_changes_nothing() -> None:

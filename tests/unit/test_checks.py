@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitkv import UnsupportedError, attention, checks, decode_attention
+from splitkv import UnsupportedError, attention, checks, decode_attention, decode_loop, prepared
 from splitkv.attention import plan_for
 
 BATCH, Q_HEADS, KV_HEADS, HEAD_DIM, CAPACITY = 2, 4, 2, 64, 32
@@ -259,7 +259,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[s
     for name in ("SPLITKV_POLICY", "SPLITKV_BACKEND", "SPLITKV_GQA_PACK", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
     recorded: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(attention, "launcher", lambda name: lambda **kw: recorded.append((name, kw)))
+    monkeypatch.setattr(prepared, "preparer", lambda name: lambda **_: None)
+    monkeypatch.setattr(prepared, "launcher", lambda name: lambda **kw: recorded.append((name, kw)))
     yield recorded
 
 
@@ -277,16 +278,6 @@ def test_refused_by_name_before_any_launch(label: str, launches: list[Any]) -> N
 
 def test_unsupported_is_a_value_error() -> None:
     assert issubclass(UnsupportedError, ValueError)
-
-
-def test_triton_refuses_latent_attention_and_says_what_takes_it(monkeypatch: pytest.MonkeyPatch, launches: Any) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # CPU tensors may go to triton, so its own limits are reached
-    call = {**VALID, **geometry(4, 1, 576, 512)}
-    with pytest.raises(UnsupportedError, match=r"k_cache: backend triton supports head_dim up to 256, got 576; .*cpu"):
-        decode_attention(**call, backend="triton")
-    assert launches == []
-    decode_attention(**call)
-    assert [name for name, _ in launches] == ["cpu"]
 
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
@@ -389,7 +380,7 @@ def test_tensor_scales_become_one_per_kv_head(scale: Tensor, launches: list[Any]
 READS_A_VALUE = r"(?<!DeviceSpec)\.(item|tolist|cpu|numpy|nonzero|equal|allclose|synchronize)\("
 
 
-@pytest.mark.parametrize("module", [checks, attention], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [checks, attention, prepared, decode_loop], ids=lambda module: module.__name__)
 def test_source_reads_no_tensor_value(module: Any) -> None:
     text = Path(module.__file__).read_text()
     assert re.findall(READS_A_VALUE, text) == []

@@ -69,12 +69,12 @@ def call_seeded(lens: list[int], table: torch.Tensor, **options: Any) -> torch.T
 def test_a_capture_before_the_first_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q, cache = torch.randn(1, 2, 16), torch.randn(1, 40, 1, 16)
     attention = DecodeAttention(DecodeProblem(1, 2, 1, 16, capacity=40, q_dtype="f32", kv_dtype="f32"), device="cpu")
-    monkeypatch.setattr("splitkv.attention.capturing", lambda: True)
+    monkeypatch.setattr("splitkv.decode_loop.capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="run: expected a first call before the capture"):
         attention.run(q, cache, cache, 40)
-    monkeypatch.setattr("splitkv.attention.capturing", lambda: False)
+    monkeypatch.setattr("splitkv.decode_loop.capturing", lambda device: False)
     first = attention.run(q, cache, cache, 40)
-    monkeypatch.setattr("splitkv.attention.capturing", lambda: True)
+    monkeypatch.setattr("splitkv.decode_loop.capturing", lambda device: True)
     assert torch.equal(attention.run(q, cache, cache, 40), first)  # type: ignore[arg-type]
 
 

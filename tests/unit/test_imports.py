@@ -1,7 +1,8 @@
 """Imports point one way, and `import splitkv` is quick, quiet and needs only torch.
 
-problem <- policy <- plan <- checks <- attention -> backends, and ops on top. reference imports nothing of
-ours; bench, integrations, models and the command line use the public names and the modules without torch.
+problem <- policy <- plan <- checks <- prepared -> backends, then attention, decode_loop and ops on top. reference
+imports nothing of ours; bench, integrations, models and the command line use the public names and the modules without
+torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PACKAGE = SRC / "splitkv"
 
 PURE = {"problem", "tiles", "policy", "plan"}
 PUBLIC = {"splitkv", *PURE}  # "splitkv" stands for the package itself, that is its public names
-CORE = {*PURE, "checks", "reference", "ops", "attention", "backends", "cache"}
+CORE = {*PURE, "checks", "reference", "ops", "attention", "decode_loop", "backends", "cache"}
 
 # What a module, or any module of a package, may import of ours besides its own siblings.
 # One that is not listed is held to the strictest useful rule: the pure modules alone.
@@ -34,7 +35,9 @@ ALLOWED: dict[str, set[str]] = {
     "checks": PURE,
     "device_checks": {*PURE, "checks"},
     "backends": PURE,
-    "attention": {*PURE, "checks", "device_checks", "backends"},
+    "prepared": {*PURE, "checks", "device_checks", "backends"},
+    "attention": {*PURE, "checks", "device_checks", "backends", "prepared"},
+    "decode_loop": {*PURE, "checks", "device_checks", "prepared", "attention"},
     "ops": {*PURE, "checks", "attention"},  # attention reaches the operator as torch.ops.splitkv
     "cache": {*PURE, "checks", "device_checks", "backends"},
     "models": {*PUBLIC, "cache"},

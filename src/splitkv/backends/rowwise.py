@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plan import DecodePlan
-from .triton_launch import compile_options, on_device, row_arguments, tile_arguments
-from .triton_tile import attend_tile, close_split, finish, load_bounds
+from .triton_launch import INTERPRETED, compile_options, row_arguments, tile_arguments
+from .triton_prepared import KernelCall, TritonLaunch, on_device
+from .triton_tile import attend_tile, close_split, finish, load_bounds, load_queries, load_scales
 
 
 @triton.jit(do_not_specialize=["uniform_len", "capacity", "num_pages", "window"])
@@ -25,7 +26,8 @@ def rowwise_kernel(
     out_stride_b, out_stride_i, out_stride_h, lse_stride_b, lse_stride_i, lse_stride_h,
     k_scale_stride, v_scale_stride, uniform_len, capacity, num_pages, window, scale, v_scale, softcap,
     GROUP: tl.constexpr, Q_LEN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, TILE_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, TILE_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    V_IN_K: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_LENS: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_K_SCALES: tl.constexpr,
     HAS_V_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_LSE: tl.constexpr, MASK: tl.constexpr,
     COMPUTE: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -39,27 +41,24 @@ def rowwise_kernel(
     first_query = tl.program_id(2) * BLOCK_M
     query = first_query + tl.arange(0, TILE_M) % BLOCK_M
     valid = query < Q_LEN
-    d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    q_rows = q + row * q_stride_b + query.to(tl.int64) * q_stride_i + head.to(tl.int64) * q_stride_h
-    q_tile = tl.load(q_rows[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+    q_tile, q_rest, mask_row = load_queries(q, row, head, query, valid, q_stride_b, q_stride_i, q_stride_h,
+                                            mask_stride_b, mask_stride_i, mask_stride_h, D, BLOCK_D, REST_D,
+                                            COMPUTE)  # fmt: skip
     causal_end = hi - (Q_LEN - 1) + query
-    mask_row = row * mask_stride_b + head.to(tl.int64) * mask_stride_h + query.to(tl.int64) * mask_stride_i
-    mask_row = tl.where(valid, mask_row, -1)
-    if HAS_K_SCALES:
-        scale *= tl.load(k_scales + kv_head * k_scale_stride)
-    if HAS_V_SCALES:
-        v_scale = tl.load(v_scales + kv_head * v_scale_stride)
+    scale, v_scale = load_scales(scale, v_scale, k_scales, v_scales, kv_head, k_scale_stride, v_scale_stride,
+                                 HAS_K_SCALES, HAS_V_SCALES)  # fmt: skip
     acc = tl.zeros([TILE_M, BLOCK_DV], tl.float32)
     m = tl.full([TILE_M], float("-inf"), tl.float32)
     sums = tl.zeros([TILE_M, BLOCK_N], tl.float32)
     for n0 in tl.range(lo, hi, BLOCK_N, num_stages=NUM_STAGES):
         acc, m, sums = attend_tile(
-            acc, m, sums, q_tile, n0, hi, causal_end, row, kv_head,
+            acc, m, sums, q_tile, q_rest, n0, hi, causal_end, row, kv_head,
             k_cache, v_cache, block_table, mask, mask_row,
             k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, table_stride, mask_stride_n,
             num_pages, scale, softcap, window,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, TILE_M, BLOCK_N, Q_LEN, PAGE_SIZE, HAS_SOFTCAP, MASK, COMPUTE,
+            D, DV, BLOCK_D, REST_D, BLOCK_DV, BLOCK_M, TILE_M, BLOCK_N, V_IN_K, Q_LEN, PAGE_SIZE, HAS_SOFTCAP, MASK,
+            COMPUTE,
         )  # fmt: skip
     acc, m, l = close_split(acc, m, sums, BLOCK_M, TILE_M, BLOCK_DV)
     query = first_query + tl.arange(0, BLOCK_M)
@@ -79,14 +78,24 @@ def rowwise_kernel(
         )
 
 
-def launch(*, q: Tensor, workspace: Tensor | None, plan: DecodePlan, **arguments: Any) -> None:
+def launch(*, q: Tensor, **arguments: Any) -> None:
     """As triton_launch.launch; the plan's tile and geometry are used, its splits and the workspace are not."""
-    del workspace
-    problem = plan.problem
-    query_blocks = triton.cdiv(problem.q_len, plan.tile.block_m)
+    call = kernel_call(q=q, **arguments)
     with on_device(q):
-        rowwise_kernel[(problem.batch, problem.num_q_heads, query_blocks)](
-            **row_arguments(q=q, plan=plan, **arguments),
-            **tile_arguments(q=q, plan=plan, **arguments),
-            **compile_options(plan.tile),
-        )
+        call.kernel[call.grid](**call.arguments, **call.options)
+
+
+def prepare(**arguments: Any) -> TritonLaunch | None:
+    """As triton_launch.prepare."""
+    return None if INTERPRETED else TritonLaunch([kernel_call(**arguments)], arguments)
+
+
+def kernel_call(*, plan: DecodePlan, **arguments: Any) -> KernelCall:
+    """The launch of one call."""
+    problem = plan.problem
+    return KernelCall(
+        rowwise_kernel,
+        (problem.batch, problem.num_q_heads, triton.cdiv(problem.q_len, plan.tile.block_m)),
+        row_arguments(plan=plan, **arguments) | tile_arguments(plan=plan, **arguments),
+        compile_options(plan.tile),
+    )

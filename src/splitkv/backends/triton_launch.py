@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor
 
 from ..plan import DecodePlan
 from ..problem import Q_DTYPES
-from ..tiles import TileConfig
+from ..tiles import TileConfig, column_blocks
 from .triton_merge import merge_kernel
+from .triton_prepared import KernelCall, TritonLaunch, on_device
 from .triton_split import split_kernel
 
 TRITON_DTYPES = dict(zip(Q_DTYPES, (tl.float32, tl.float16, tl.bfloat16), strict=True))
@@ -25,13 +25,27 @@ MERGE_COLUMNS = 64
 MAX_BATCH_BLOCK = 1024
 
 
-def launch(*, q: Tensor, lse: Tensor | None, workspace: Tensor | None, plan: DecodePlan, **arguments: Any) -> None:
+def launch(*, q: Tensor, **arguments: Any) -> None:
     """Split, then merge where the plan splits, on the current stream of q's device.
 
     Shapes as in contract.md with q, out [batch, q_len, num_q_heads, dim] and lse one dimension less; mask
     expanded to [batch, num_q_heads, q_len, capacity]; window 0 and softcap 0.0 mean none; k_scale and v_scale
     a float or one float32 per KV head; workspace holds plan.workspace_bytes.
     """
+    with on_device(q):
+        for call in kernel_calls(q=q, **arguments):
+            call.kernel[call.grid](**call.arguments, **call.options)
+
+
+def prepare(**arguments: Any) -> TritonLaunch | None:
+    """`launch` with all but addresses and a uniform length fixed (backends.PreparedLaunch); None in the interpreter."""
+    return None if INTERPRETED else TritonLaunch(kernel_calls(**arguments), arguments)
+
+
+def kernel_calls(
+    *, q: Tensor, lse: Tensor | None, workspace: Tensor | None, plan: DecodePlan, **arguments: Any
+) -> list[KernelCall]:
+    """The launches of one call, in order."""
     problem, tile, rule = plan.problem, plan.tile, plan.rule
     rows = row_arguments(q=q, lse=lse, plan=plan, **arguments)
     rows |= dict(
@@ -52,29 +66,29 @@ def launch(*, q: Tensor, lse: Tensor | None, workspace: Tensor | None, plan: Dec
         acc_size = plan.max_units * problem.num_q_heads * problem.q_len * problem.v_head_dim
         rows |= dict(partial_out=floats[:acc_size], partial_ml=floats[acc_size:])
     dependent = {"launch_pdl": True} if rows["PDL"] else {}
-    with on_device(q):
-        split_kernel[plan.grid](
-            **rows,
-            **tile_arguments(q=q, plan=plan, **arguments),
+    split = KernelCall(
+        split_kernel,
+        plan.grid,
+        rows
+        | tile_arguments(q=q, plan=plan, **arguments)
+        | dict(
             NUM_KV_HEADS=problem.num_kv_heads,
             ROWS_PER_BLOCK=plan.rows_per_block,
             ROW_BLOCKS=plan.row_blocks,
             SPLITS=plan.splits,
-            **dependent,
-            **compile_options(tile),
-        )
-        if plan.splits:
-            columns = min(MERGE_COLUMNS, triton.next_power_of_2(problem.v_head_dim))
-            vectors = problem.batch * problem.num_q_heads * problem.q_len
-            merge_kernel[(vectors, triton.cdiv(problem.v_head_dim, columns))](
-                **rows,
-                NUM_Q_HEADS=problem.num_q_heads,
-                BLOCK_DV=columns,
-                PARTS=merge_parts(plan),
-                num_warps=4,
-                enable_fp_fusion=False,
-                **dependent,
-            )
+        ),
+        dependent | compile_options(tile),
+    )
+    if not plan.splits:
+        return [split]
+    columns = min(MERGE_COLUMNS, triton.next_power_of_2(problem.v_head_dim))
+    merge = KernelCall(
+        merge_kernel,
+        (problem.batch * problem.num_q_heads * problem.q_len, triton.cdiv(problem.v_head_dim, columns), 1),
+        rows | dict(NUM_Q_HEADS=problem.num_q_heads, BLOCK_DV=columns, PARTS=merge_parts(plan)),
+        dependent | dict(num_warps=4, enable_fp_fusion=False),
+    )
+    return [split, merge]
 
 
 def row_arguments(
@@ -138,6 +152,8 @@ def tile_arguments(
     """What the kernels that read the cache take besides."""
     problem, tile = plan.problem, plan.tile
     q_steps, k_steps, v_steps, mask_steps = steps(q, 3), steps(k_cache, 3), steps(v_cache, 3), steps(mask, 4)
+    block_d, rest_d = column_blocks(problem.head_dim)
+    v_in_k = rest_d > 0 and k_cache.data_ptr() == v_cache.data_ptr() and k_steps == v_steps
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.int8)  # Triton has no pointer to bool to load bytes from
     return dict(
@@ -166,7 +182,9 @@ def tile_arguments(
         scale=softmax_scale if isinstance(k_scale, Tensor) else softmax_scale * k_scale,
         softcap=softcap,
         D=problem.head_dim,
-        BLOCK_D=triton.next_power_of_2(problem.head_dim),
+        BLOCK_D=block_d,
+        REST_D=rest_d,
+        V_IN_K=v_in_k,
         BLOCK_DV=triton.next_power_of_2(problem.v_head_dim),
         BLOCK_M=tile.block_m,
         TILE_M=tile.tile_m,
@@ -176,7 +194,7 @@ def tile_arguments(
         HAS_SOFTCAP=softcap > 0.0,
         MASK="none" if mask is None else "bool" if mask.dtype == torch.int8 else "additive",
         COMPUTE=TRITON_DTYPES[tile.compute],
-        NUM_STAGES=tile.num_stages,
+        NUM_STAGES=tile.num_stages + (tile.v_in_k_stages if v_in_k else 0),
     )
 
 
@@ -198,10 +216,3 @@ def compile_options(tile: TileConfig) -> dict[str, Any]:
 def merge_parts(plan: DecodePlan) -> int:
     """Parts the merge joins at once: 4, 16 or 64, whichever holds a row's units."""
     return 4 if plan.max_splits <= 4 else 16 if plan.max_splits <= 16 else MAX_PARTS
-
-
-def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device: make it the tensor's, where it is not."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()

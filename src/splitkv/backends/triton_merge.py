@@ -26,7 +26,8 @@ def join_fours(acc, m, l, N: tl.constexpr, BLOCK_DV: tl.constexpr):
     return join(acc0, m0, l0, acc3, m3, l3)
 
 
-@triton.jit(do_not_specialize=["uniform_len", "batch", "capacity", "window", "target", "target_units"])
+@triton.jit(do_not_specialize=["uniform_len", "batch", "capacity", "window", "target", "min_len",
+                               "quantum", "target_units", "max_splits"])  # fmt: skip
 def merge_kernel(
     seq_lens, starts, sinks, v_scales, out, lse, partial_out, partial_ml,
     out_stride_b, out_stride_i, out_stride_h, lse_stride_b, lse_stride_i, lse_stride_h, v_scale_stride,

@@ -10,10 +10,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .triton_tile import attend_tile, close_split, finish, join, keys_per_run, load_bounds, units_of
+from .triton_tile import (
+    attend_tile,
+    close_split,
+    finish,
+    join,
+    keys_per_run,
+    load_bounds,
+    load_queries,
+    load_scales,
+    units_of,
+)
 
 
-@triton.jit(do_not_specialize=["uniform_len", "batch", "capacity", "num_pages", "window", "target", "target_units"])
+@triton.jit(do_not_specialize=["uniform_len", "batch", "capacity", "num_pages", "window", "target", "min_len",
+                               "quantum", "target_units", "max_splits"])  # fmt: skip
 def split_kernel(
     q, k_cache, v_cache, seq_lens, block_table, starts, mask, sinks, k_scales, v_scales,
     out, lse, partial_out, partial_ml,
@@ -24,7 +35,8 @@ def split_kernel(
     uniform_len, batch, capacity, num_pages, window, scale, v_scale, softcap,
     target, min_len, quantum, target_units, max_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, Q_LEN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, TILE_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, TILE_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, V_IN_K: tl.constexpr,
     ROWS_PER_BLOCK: tl.constexpr, ROW_BLOCKS: tl.constexpr, PAGE_SIZE: tl.constexpr, MAX_RUN: tl.constexpr,
     BATCH_BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_STARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_K_SCALES: tl.constexpr, HAS_V_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -74,23 +86,17 @@ def split_kernel(
 
     # Query vectors of this block, head by head: vector r is query r % Q_LEN of head r // Q_LEN of the group.
     row64 = tl.cast(row, tl.int64)
-    d = tl.arange(0, BLOCK_D)
     vector = tl.arange(0, TILE_M) % BLOCK_M
     r = row_block * ROWS_PER_BLOCK + vector
     r_valid = (vector < ROWS_PER_BLOCK) & (r < GROUP * Q_LEN)
     query = r % Q_LEN
     head = kv_head * GROUP + r // Q_LEN
-    q_rows = q + row64 * q_stride_b + query.to(tl.int64) * q_stride_i + head.to(tl.int64) * q_stride_h
-    q_tile = tl.load(q_rows[:, None] + d[None, :], mask=r_valid[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+    q_tile, q_rest, mask_row = load_queries(q, row64, head, query, r_valid, q_stride_b, q_stride_i, q_stride_h,
+                                            mask_stride_b, mask_stride_i, mask_stride_h, D, BLOCK_D, REST_D,
+                                            COMPUTE)  # fmt: skip
     causal_end = hi - (Q_LEN - 1) + query
-    mask_row = tl.zeros_like(r).to(tl.int64)
-    if MASK != "none":
-        mask_row = row64 * mask_stride_b + head.to(tl.int64) * mask_stride_h + query.to(tl.int64) * mask_stride_i
-        mask_row = tl.where(r_valid, mask_row, -1)
-    if HAS_K_SCALES:
-        scale *= tl.load(k_scales + kv_head * k_scale_stride)
-    if HAS_V_SCALES:
-        v_scale = tl.load(v_scales + kv_head * v_scale_stride)
+    scale, v_scale = load_scales(scale, v_scale, k_scales, v_scales, kv_head, k_scale_stride, v_scale_stride,
+                                 HAS_K_SCALES, HAS_V_SCALES)  # fmt: skip
 
     acc = tl.zeros([TILE_M, BLOCK_DV], tl.float32)
     m = tl.full([TILE_M], float("-inf"), tl.float32)
@@ -103,11 +109,12 @@ def split_kernel(
         splits_done = 0
     for n0 in tl.range(n_begin, n_end, BLOCK_N, num_stages=NUM_STAGES):
         acc, m, sums = attend_tile(
-            acc, m, sums, q_tile, n0, n_end, causal_end, row64, kv_head,
+            acc, m, sums, q_tile, q_rest, n0, n_end, causal_end, row64, kv_head,
             k_cache, v_cache, block_table, mask, mask_row,
             k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, table_stride, mask_stride_n,
             num_pages, scale, softcap, window,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, TILE_M, BLOCK_N, Q_LEN, PAGE_SIZE, HAS_SOFTCAP, MASK, COMPUTE,
+            D, DV, BLOCK_D, REST_D, BLOCK_DV, BLOCK_M, TILE_M, BLOCK_N, V_IN_K, Q_LEN, PAGE_SIZE, HAS_SOFTCAP, MASK,
+            COMPUTE,
         )  # fmt: skip
         # At the end of a split: join it to its three neighbours' part, and every fourth time those upwards.
         if MAX_RUN > 1 and (n0 + BLOCK_N - n_begin) % split_len == 0:

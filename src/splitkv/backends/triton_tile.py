@@ -144,21 +144,55 @@ def accumulate_f32(acc, p, v, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def load_queries(
+    q, row, head, query, valid, q_stride_b, q_stride_i, q_stride_h, mask_stride_b, mask_stride_i, mask_stride_h,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """(q [rows, BLOCK_D], rest [rows, REST_D], offsets of their rows in the mask, -1 outside `valid`) of query vectors.
+
+    Head sizes such as 576 are held as 512 columns and 64; with no rest, q stands in for it. row: int64.
+    """
+    head, query = tl.cast(head, tl.int64), query.to(tl.int64)
+    rows = q + row * q_stride_b + query * q_stride_i + head * q_stride_h
+    d = tl.arange(0, BLOCK_D)
+    first = tl.load(rows[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+    rest = first
+    if REST_D > 0:
+        d = BLOCK_D + tl.arange(0, REST_D)
+        rest = tl.load(rows[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+    mask_row = row * mask_stride_b + head * mask_stride_h + query * mask_stride_i
+    return first, rest, tl.where(valid, mask_row, -1)
+
+
+@triton.jit
+def load_scales(scale, v_scale, k_scales, v_scales, kv_head, k_scale_stride, v_scale_stride,
+                HAS_K_SCALES: tl.constexpr, HAS_V_SCALES: tl.constexpr):  # fmt: skip
+    """(scale of the logits, v_scale) of a KV head."""
+    if HAS_K_SCALES:
+        scale *= tl.load(k_scales + kv_head * k_scale_stride)
+    if HAS_V_SCALES:
+        v_scale = tl.load(v_scales + kv_head * v_scale_stride)
+    return scale, v_scale
+
+
+@triton.jit
 def attend_tile(
-    acc, m, sums, q, n0, n_end, causal_end, row, kv_head,
+    acc, m, sums, q, q_rest, n0, n_end, causal_end, row, kv_head,
     k_cache, v_cache, block_table, mask, mask_row,
     k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, table_stride, mask_stride_n,
     num_pages, scale, softcap, window,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    TILE_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_LEN: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, COMPUTE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE_M: tl.constexpr, BLOCK_N: tl.constexpr, V_IN_K: tl.constexpr, Q_LEN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Keys [n0, min(n0 + BLOCK_N, n_end)) of a row, added to (acc, m, sums) by online softmax.
 
-    q [TILE_M, BLOCK_D]. Tensor cores take 16 rows: where a block has at most 8 query vectors, each stands in q twice
-    (TILE_M is 2 x BLOCK_M), the first copy's row of p . v takes p rounded to 16 bits and the second's what the rounding
-    lost. Their sum has p nearly exact, at no cost. sums [TILE_M, BLOCK_N] keeps each column's own sum of p, so that no
-    tile waits for one across warps. close_split makes a part of it all, once per split.
+    q [TILE_M, BLOCK_D] and q_rest [TILE_M, REST_D] as load_queries gives them. Tensor cores take 16 rows: where a block
+    has at most 8 query vectors, each stands in q twice (TILE_M is 2 x BLOCK_M), the first copy's row of p . v takes p
+    rounded to 16 bits and the second's what the rounding lost. Their sum has p nearly exact, at no cost.
+    sums [TILE_M, BLOCK_N] keeps each column's own sum of p, so that no tile waits for one across warps. close_split
+    makes a part of it all, once per split. V_IN_K: V is the first columns of K in the same memory, so it is not read
+    again; the arithmetic is the same.
     causal_end [TILE_M]: first key that each query may not see. Keys that do not exist (past n_end, or on a page
     outside the pool) are never loaded, so their bytes may be anything.
     """
@@ -184,9 +218,17 @@ def attend_tile(
 
     k = tl.load(k_rows[:, None] + d[None, :], mask=k_mask, other=0.0).to(COMPUTE)
     if tl.float32 == COMPUTE:
-        s = scores_f32(q, k, BLOCK_M, BLOCK_N) * scale
+        s = scores_f32(q, k, BLOCK_M, BLOCK_N)
     else:
-        s = tl.dot(q, tl.trans(k)) * scale
+        s = tl.dot(q, tl.trans(k))
+    if REST_D > 0:
+        d = BLOCK_D + tl.arange(0, REST_D)
+        k_rest = tl.load(k_rows[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+        if tl.float32 == COMPUTE:
+            s += scores_f32(q_rest, k_rest, BLOCK_M, BLOCK_N)
+        else:
+            s = tl.dot(q_rest, tl.trans(k_rest), s)
+    s *= scale
     if HAS_SOFTCAP:
         s = softcap * tanh(s / softcap)
     if MASK == "additive":
@@ -210,7 +252,10 @@ def attend_tile(
     p = tl.exp2(s - base[:, None])
     sums = tl.fma(sums, tl.broadcast_to(alpha[:, None], sums.shape), p)
     acc = acc * alpha[:, None]
-    v = tl.load(v_rows[:, None] + dv[None, :], mask=v_mask, other=0.0).to(COMPUTE)
+    if V_IN_K:
+        v = k
+    else:
+        v = tl.load(v_rows[:, None] + dv[None, :], mask=v_mask, other=0.0).to(COMPUTE)
     if tl.float32 == COMPUTE:
         acc = accumulate_f32(acc, p, v, BLOCK_M)
     else:

@@ -10,4 +10,11 @@ rungs.py     `splitkv rungs`
 planning.py  `splitkv plan`
 doctor.py    `splitkv doctor`
 commands.py  the command line of the three, and render.py what they print
+app.py       the sub-commands of `splitkv bench`
+
+attention.py `splitkv bench attention`: parity, then time, of ours beside other libraries; attention_command.py its
+             command line, attention_cases.py its cases, attention_data.py the memory they share
+contender.py what takes part; peers.py all of them, peers_torch.py, peers_flashinfer.py and peers_fa3.py how
+summary.py   best peers, goals met and straight lines, out of the rows of a result file
+report.py    `splitkv report`: one page of HTML; report_command.py its command line, plots.py its figures
 """

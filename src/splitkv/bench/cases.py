@@ -183,8 +183,8 @@ class Arena:
     def __init__(self, size_bytes: int, kv_dtype: str, device: str, seed: int) -> None:
         dtype, self.device, self.seed = torch_dtype(kv_dtype), device, seed
         elements = size_bytes // (2 * DTYPE_BYTES[kv_dtype])
-        self.k = _random(elements, dtype, device, f"k {seed}")
-        self.v = _random(elements, dtype, device, f"v {seed}")
+        self.k = random_values(elements, dtype, device, f"k {seed}")
+        self.v = random_values(elements, dtype, device, f"v {seed}")
 
     @property
     def size_bytes(self) -> int:
@@ -209,13 +209,14 @@ class Arena:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The PyTorch dtype of f32, f16 or bf16."""
+    """The PyTorch dtype of f32, f16, bf16, fp8_e4m3 or fp8_e5m2."""
     import torch
 
-    return {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[name]
+    named = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+    return {**named, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[name]
 
 
-def _random(elements: int, dtype: torch.dtype, device: str, seed: str) -> Tensor:
+def random_values(elements: int, dtype: torch.dtype, device: str, seed: str) -> Tensor:
     """Standard normal values in blocks, each from a generator of its own, so that threads share the work.
 
     PyTorch's CPU generator takes only the low 32 bits of a seed, so seed and block are mixed into those.

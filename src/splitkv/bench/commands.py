@@ -6,7 +6,7 @@ Exit codes: 0 done, 1 a check failed, 2 bad usage. JSON goes to standard output 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,6 +53,20 @@ def usage() -> Iterator[None]:
         yield
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def deliver(result: dict[str, Any], out: Path | None, json: bool, show: Callable[[dict[str, Any]], None]) -> None:
+    """Write a result to `out` where that is given, and print it: as JSON, or by `show` and where it went."""
+    if out is not None:
+        write_record(out, result)
+    if json:
+        sys.stdout.write(to_json(result))
+        return
+    from .render import console, plain
+
+    show(result)
+    if out is not None:
+        plain(console(), f"wrote {out}")
 
 
 def fail(message: str) -> typer.Exit:
@@ -103,16 +117,9 @@ def rungs(
             result = run_rungs(options, source, command=command, progress=progress)
     except RuntimeError as error:
         raise fail(str(error)) from error
-    if out is not None:
-        write_record(out, result)
-    if json:
-        sys.stdout.write(to_json(result))
-    else:
-        rungs_report(result, console())
-        if out is not None:
-            plain(console(), f"wrote {out}")
-        if options.selection == "quick":
-            plain(console(), "this was the quick set; all 54 rungs: splitkv rungs --full")
+    deliver(result, out, json, lambda result: rungs_report(result, console()))
+    if not json and options.selection == "quick":
+        plain(console(), "this was the quick set; all 54 rungs: splitkv rungs --full")
     if result["failed_rungs"] or not result["rows"]:
         raise typer.Exit(1)
 

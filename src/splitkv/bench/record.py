@@ -111,13 +111,17 @@ def _tidy(value: Any) -> Any:
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a result file whole or not at all: a temporary file beside it, flushed, then moved over it."""
-    text = to_json(record)
+    """Write a result file, whole or not at all."""
+    write_whole(path, to_json(record).encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: a temporary file beside it, flushed, then moved over it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)

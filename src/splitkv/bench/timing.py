@@ -47,7 +47,11 @@ SLOW_CALL_S = 1.0
 
 
 class TimingRejected(RuntimeError):
-    """A timing that must not be reported, with the reason."""
+    """A timing that must not be reported, with the reason; `reasons` has it by contender, where there are some."""
+
+    def __init__(self, message: str, reasons: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.reasons = dict(reasons or {})
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,7 @@ def measure(
                 reasons[name] = reason
         if not reasons:
             return {name: summarise(samples_us, calls) for name, (samples_us, calls) in samples.items()}
-    raise TimingRejected("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    raise TimingRejected("; ".join(f"{name}: {reason}" for name, reason in reasons.items()), reasons)
 
 
 Sampler = Callable[[float], dict[str, tuple[list[float], int]]]

@@ -59,7 +59,7 @@ class ContiguousKVCache(KVCache):
         capacity = size("capacity", capacity)
         if capacity < self.capacity:
             raise ValueError(f"capacity: expected at least {self.capacity} (the present one), got {capacity}")
-        if capturing():
+        if capturing(self.device):
             raise RuntimeError("grow: expected no capture of a CUDA graph, as it replaces the tensors")
         if capacity == self.capacity:
             return

@@ -88,8 +88,10 @@ class PagedKVCache(KVCache):
         """
         row, tokens = self._row(row), _integer("tokens", tokens, "an int")
         self._refuse_capture("reserve")
-        before = self._state(row)
+        before, begins = self._state(row), row not in self._pool.rows
         copy = self._pool.reserve(row, tokens)
+        if begins:
+            self._begin(row, 0)
         if copy is not None:
             for cache in (self.k_cache, self.v_cache):
                 cache[copy.target, : copy.tokens] = cache[copy.source, : copy.tokens]
@@ -128,8 +130,7 @@ class PagedKVCache(KVCache):
         self._refuse_capture("free")
         before = self._state(row)
         self._pool.free(row)
-        self.seq_lens[row].zero_()
-        self.dropped[row].zero_()
+        self._begin(row, 0)
         self._publish(row, before)
 
     def truncate(self, row: int | None, length: int | Tensor) -> None:
@@ -172,8 +173,11 @@ class PagedKVCache(KVCache):
         self._pool.share(src, dst, tokens)
         self._publish(src, before[0])
         self._publish(dst, before[1])
-        self.seq_lens[dst].fill_(tokens)
-        self.dropped[dst].zero_()
+        self._begin(dst, tokens)
+
+    def _begin(self, row: int, length: int) -> None:
+        self.seq_lens[row].fill_(length)
+        self.dropped[row].zero_()
 
     def _state(self, number: int) -> tuple[list[int], tuple[int, int]]:
         """(pages, first and end of the positions it may write) of a row as the device should have them."""
@@ -200,5 +204,5 @@ class PagedKVCache(KVCache):
         target.copy_(torch.tensor(values, dtype=torch.int32, pin_memory=on_gpu), non_blocking=on_gpu)
 
     def _refuse_capture(self, what: str) -> None:
-        if capturing():
+        if capturing(self.device):
             raise RuntimeError(f"{what}: expected no capture of a CUDA graph: pages are dealt out by the host")

@@ -24,6 +24,7 @@ from ..checks import (
     _names,
 )
 from ..device_checks import capturing, checks_wanted
+from .store import store
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_INT32 = 2**31 - 1
@@ -114,29 +115,26 @@ class KVCache:
         rows = None if rows is None else self._indices("rows", rows, given, self.batch - 1)
         lens = None if lens is None else self._indices("lens", lens, given, n)
         _check_devices({"k": k, "v": v, "seq_lens": self.seq_lens})
-        if (self.check and not capturing()) or checks_wanted():
+        if not torch.compiler.is_compiling() and (
+            (self.check and not capturing(self.device)) or checks_wanted(self.device)
+        ):
             self._check_places(given, n, rows, lens)
         if not given:
             return
-        if self.device.type == "cuda":
-            from ..backends.triton_append import append
-        else:
-            from ..backends.cpu_append import append
-        with torch.no_grad():
-            append(
-                k=k,
-                v=v,
-                k_cache=self.k_cache,
-                v_cache=self.v_cache,
-                seq_lens=self.seq_lens,
-                dropped=self.dropped,
-                rows=rows,
-                lens=lens,
-                block_table=self.block_table,
-                bounds=self._bounds,
-                k_scale=self._scales[0],
-                v_scale=self._scales[1],
-            )
+        store(
+            k=k,
+            v=v,
+            k_cache=self.k_cache,
+            v_cache=self.v_cache,
+            seq_lens=self.seq_lens,
+            dropped=self.dropped,
+            rows=rows,
+            lens=lens,
+            block_table=self.block_table,
+            bounds=self._bounds,
+            k_scale=self._scales[0],
+            v_scale=self._scales[1],
+        )
 
     def arguments(self) -> dict[str, Any]:
         """What `decode_attention(q, **cache.arguments())` takes of this cache."""
@@ -221,7 +219,7 @@ class KVCache:
                 raise ValueError(f"{name}: expected shape ({size},), one for each of k's, got {tuple(values.shape)}")
             _check_devices({name: values, "seq_lens": self.seq_lens})
             return values.contiguous()
-        if capturing():
+        if capturing(self.device):
             raise RuntimeError(f"{name}: expected a tensor on {self.device} in a CUDA graph's capture, got ints")
         if not isinstance(values, Iterable):
             raise TypeError(f"{name}: expected ints or a torch.Tensor, got {type(values).__name__}")

@@ -1,0 +1,1 @@
+"""Other libraries' plug-in points. Nothing here is imported by `import splitkv`: import the module you use."""

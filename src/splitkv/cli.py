@@ -1,5 +1,5 @@
-"""The console script `splitkv`. Its commands live in bench/commands.py and bench/app.py; this file only says what is
-missing."""
+"""The console script `splitkv`. Its commands live in bench/commands.py, bench/app.py and bench/generating.py; this file
+only says what is missing."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def main() -> None:
         raise SystemExit(2) from None
     from .bench.app import bench_app
     from .bench.commands import app
+    from .bench.generating import generate  # noqa: F401  # adds its command to the app
     from .bench.report_command import EXAMPLE, report
 
     app.add_typer(bench_app)

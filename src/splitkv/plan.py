@@ -30,7 +30,7 @@ from .tiles import (
 
 UNITS_PER_SM = 16
 """Units a loaded GPU is given per SM: enough that uneven rows even out, few enough that starts stay cheap."""
-CUDA_UNITS_PER_SM, CUDA_MAX_RUN = 4, 16
+CUDA_UNITS_PER_SM = 4
 """The same on backend "cuda", whose blocks stay and take one unit after the other: units cost only what joins them."""
 
 
@@ -167,7 +167,7 @@ def _plan(
         raise ValueError(f"backend: cuda takes 16-bit products and up to 16 query vectors per KV head, got {problem}")
     if on_cuda:
         tile = cuda_tile(problem, rows, device)
-        max_run, target_units = _cuda_schedule(problem, device, max_splits)
+        max_run, target_units = _cuda_schedule(problem, device, tile, max_splits)
     else:
         tile = tile_config(problem, rows, device)
         max_run, target_units = _schedule(problem, device, rule, tile, max_splits)
@@ -200,10 +200,14 @@ def _schedule(
     return most_splits_per_block(tile, problem), target_units
 
 
-def _cuda_schedule(problem: DecodeProblem, device: DeviceSpec, max_splits: int) -> tuple[int, int]:
-    """(max_run, target_units) of backend cuda."""
+def _cuda_schedule(problem: DecodeProblem, device: DeviceSpec, tile: TileConfig, max_splits: int) -> tuple[int, int]:
+    """(max_run, target_units) of backend cuda. A run of sixteen keeps one more part in registers than one of four, which
+    fp8 at large heads and two tiles of columns have no room for."""
     target_units = ceil_div(CUDA_UNITS_PER_SM * device.sm_count, problem.num_kv_heads)
-    return 1 if problem.batch * max_splits <= target_units else CUDA_MAX_RUN, target_units
+    if problem.batch * max_splits <= target_units:
+        return 1, target_units
+    wide = problem.kv_dtype.startswith("fp8") and max(problem.head_dim, problem.v_head_dim) > 128
+    return 4 if wide or tile.block_m > 8 else 16, target_units
 
 
 def _max_units(batch: int, max_splits: int, max_run: int, target_units: int) -> int:

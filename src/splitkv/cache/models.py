@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..problem import MIB
+from .gguf_header import read_gguf_header
 from .memory import AttentionLayers, ModelGeometry
 
 # Bits per weight. The *_k_m are mixes of block types: these are llama.cpp's figures for Llama 2 7B, within a
@@ -26,7 +27,6 @@ WEIGHT_BITS = {
 _CONFIG_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _MOST_CONFIG_BYTES = 16 * MIB
 _MOST_LAYERS = 10_000
-GGUF_HINT = "reading a GGUF file needs the gguf package: pip install 'splitkv[models]'"
 
 # GGUF architecture -> the model_type with the same layers.
 GGUF_ARCHITECTURES = {
@@ -44,7 +44,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class _Fields:
+class Fields:
     """Named values from one file; a value that is missing or wrong is a ValueError with file and field."""
 
     def __init__(self, values: Mapping[str, Any], source: str, prefix: str = "") -> None:
@@ -118,9 +118,9 @@ def model_from_config(
     """The model of a config.json's contents; arguments as in `read_model`, `source` names it in errors."""
     if not isinstance(config, Mapping):
         raise ValueError(f"{source}: expected a JSON object, got {type(config).__name__}")
-    whole = _Fields(config, source)
+    whole = Fields(config, source)
     inner = config.get("text_config")
-    fields = _Fields({**config, **inner}, source, "text_config.") if isinstance(inner, Mapping) else whole
+    fields = Fields({**config, **inner}, source, "text_config.") if isinstance(inner, Mapping) else whole
     kind = fields.text("model_type").removesuffix("_text")
     if kind not in MODEL_TYPES:
         raise fields.error("model_type", f"one of {', '.join(MODEL_TYPES)}")
@@ -139,7 +139,7 @@ def _weights_bytes(parameters: int, weights_dtype: str) -> int:
     return math.ceil(parameters * WEIGHT_BITS[name] / 8)
 
 
-def _config_dtype(whole: _Fields, fields: _Fields) -> str:
+def _config_dtype(whole: Fields, fields: Fields) -> str:
     """The format that the weights are published in; bf16 where the config does not say."""
     quantised = whole.get("quantization_config")
     if quantised is not None:
@@ -151,7 +151,7 @@ def _config_dtype(whole: _Fields, fields: _Fields) -> str:
         )
     name = "torch_dtype" if "torch_dtype" in fields.values else "dtype"
     text = fields.get(name, "bfloat16")
-    if text not in _CONFIG_DTYPES:
+    if not isinstance(text, str) or text not in _CONFIG_DTYPES:
         raise fields.error(name, f"one of {', '.join(_CONFIG_DTYPES)}")
     return _CONFIG_DTYPES[text]
 
@@ -159,13 +159,13 @@ def _config_dtype(whole: _Fields, fields: _Fields) -> str:
 # ---- layers ------------------------------------------------------------------------------------------------
 
 
-def _head_dim(fields: _Fields) -> int:
+def head_size(fields: Fields) -> int:
     if fields.get("head_dim") is not None:
         return fields.integer("head_dim")
     return fields.integer("hidden_size") // fields.integer("num_attention_heads")
 
 
-def _layer_types(kind: str, fields: _Fields) -> list[str]:
+def layer_types(kind: str, fields: Fields) -> list[str]:
     """full_attention, sliding_attention or linear_attention for every layer."""
     layers = fields.integer("num_hidden_layers")
     if layers > _MOST_LAYERS:
@@ -191,10 +191,10 @@ def _layer_types(kind: str, fields: _Fields) -> list[str]:
     return ["sliding_attention" if windowed else "full_attention"] * layers
 
 
-def _geometry(kind: str, fields: _Fields, expanded: bool) -> ModelGeometry:
+def _geometry(kind: str, fields: Fields, expanded: bool) -> ModelGeometry:
     """All but the weights."""
     heads = fields.integer("num_attention_heads")
-    kinds = _layer_types(kind, fields)
+    kinds = layer_types(kind, fields)
     count = {name: kinds.count(name) for name in kinds}
     groups = []
     if kind == "deepseek_v2":
@@ -205,7 +205,7 @@ def _geometry(kind: str, fields: _Fields, expanded: bool) -> ModelGeometry:
         else:
             groups = [AttentionLayers(len(kinds), 1, latent + rope, latent, v_in_k=True)]
     else:
-        kv_heads, head_dim = fields.integer("num_key_value_heads", heads), _head_dim(fields)
+        kv_heads, head_dim = fields.integer("num_key_value_heads", heads), head_size(fields)
         if heads % kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of {heads} query heads")
         v_head_dim = fields.integer("v_head_dim", head_dim)
@@ -218,14 +218,14 @@ def _geometry(kind: str, fields: _Fields, expanded: bool) -> ModelGeometry:
     return ModelGeometry(kind, 0, heads, tuple(groups), state_bytes=state, max_context=longest)
 
 
-def _linear_sizes(fields: _Fields) -> tuple[int, int, int, int]:
+def _linear_sizes(fields: Fields) -> tuple[int, int, int, int]:
     """(value heads, value head size, key columns, channels of the convolution) of a gated delta-net layer."""
     heads, dim = fields.integer("linear_num_value_heads"), fields.integer("linear_value_head_dim")
     keys = fields.integer("linear_num_key_heads") * fields.integer("linear_key_head_dim")
     return heads, dim, keys, 2 * keys + heads * dim
 
 
-def _state_bytes(fields: _Fields) -> int:
+def _state_bytes(fields: Fields) -> int:
     """Of one layer and row: the recurrent state in f32, and the convolution's last inputs as activations."""
     heads, dim, _, channels = _linear_sizes(fields)
     activation = 4 if fields.get("dtype", fields.get("torch_dtype")) == "float32" else 2
@@ -236,13 +236,13 @@ def _state_bytes(fields: _Fields) -> int:
 # ---- parameters --------------------------------------------------------------------------------------------
 
 
-def _parameters(kind: str, fields: _Fields) -> int:
+def _parameters(kind: str, fields: Fields) -> int:
     """Parameters of the text model, without multi-token-prediction heads."""
     hidden = fields.integer("hidden_size")
     tied = fields.get("tie_word_embeddings", False) is True
     total = fields.integer("vocab_size") * hidden * (1 if tied else 2) + hidden
     norms = (4 if kind in ("gemma2", "gemma3") else 2) * hidden
-    for i, layer in enumerate(_layer_types(kind, fields)):
+    for i, layer in enumerate(layer_types(kind, fields)):
         total += norms + _feed_forward_parameters(kind, fields, i)
         if layer == "linear_attention":
             total += _linear_parameters(fields)
@@ -251,8 +251,8 @@ def _parameters(kind: str, fields: _Fields) -> int:
     return total
 
 
-def _attention_parameters(kind: str, fields: _Fields) -> int:
-    hidden, dim = fields.integer("hidden_size"), _head_dim(fields)
+def _attention_parameters(kind: str, fields: Fields) -> int:
+    hidden, dim = fields.integer("hidden_size"), head_size(fields)
     q = fields.integer("num_attention_heads") * dim
     kv = fields.integer("num_key_value_heads", q // dim) * dim
     gate = q if kind.startswith("qwen3_5") else 0  # q_proj also makes the output's gate
@@ -262,7 +262,7 @@ def _attention_parameters(kind: str, fields: _Fields) -> int:
     return hidden * (2 * q + gate + 2 * kv) + biases + qk_norms
 
 
-def _linear_parameters(fields: _Fields) -> int:
+def _linear_parameters(fields: Fields) -> int:
     hidden = fields.integer("hidden_size")
     heads, dim, _, channels = _linear_sizes(fields)
     values = heads * dim
@@ -270,7 +270,7 @@ def _linear_parameters(fields: _Fields) -> int:
     return projections + channels * fields.integer("linear_conv_kernel_dim") + 2 * heads + dim
 
 
-def _latent_parameters(fields: _Fields) -> int:
+def _latent_parameters(fields: Fields) -> int:
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     latent, rope = fields.integer("kv_lora_rank"), fields.integer("qk_rope_head_dim")
     nope, v = fields.integer("qk_nope_head_dim"), fields.integer("v_head_dim")
@@ -280,7 +280,7 @@ def _latent_parameters(fields: _Fields) -> int:
     return query + hidden * (latent + rope) + latent + latent * heads * (nope + v) + heads * v * hidden
 
 
-def _feed_forward_parameters(kind: str, fields: _Fields, layer: int) -> int:
+def _feed_forward_parameters(kind: str, fields: Fields, layer: int) -> int:
     hidden = fields.integer("hidden_size")
     dense = 3 * hidden * fields.integer("intermediate_size", 0, least=0)
     if kind == "deepseek_v2":
@@ -302,10 +302,10 @@ def _feed_forward_parameters(kind: str, fields: _Fields, layer: int) -> int:
 
 def _read_gguf(file: Path, weights_bytes: int | None, weights_dtype: str | None, expanded: bool) -> ModelGeometry:
     values, parameters, stored = _gguf_contents(file)
-    whole = _Fields(values, str(file))
+    whole = Fields(values, str(file))
     shards = whole.integer("split.count", 1, least=0)
     if shards > 1:
-        for other in _other_shards(file, shards):
+        for other in other_shards(file, shards):
             _, more, size = _gguf_contents(other)
             parameters, stored = parameters + more, stored + size
     arch = whole.text("general.architecture")
@@ -313,34 +313,21 @@ def _read_gguf(file: Path, weights_bytes: int | None, weights_dtype: str | None,
         raise whole.error("general.architecture", f"one of {', '.join(GGUF_ARCHITECTURES)}")
     kind = GGUF_ARCHITECTURES[arch]
     own = {name.removeprefix(f"{arch}."): value for name, value in values.items() if name.startswith(f"{arch}.")}
-    config = _gguf_config(kind, _Fields(own, str(file), f"{arch}."))
-    fields = _Fields({**_DEFAULTS.get(kind, {}), **config}, str(file))
+    config = gguf_config(kind, Fields(own, str(file), f"{arch}."))
+    fields = Fields({**_DEFAULTS.get(kind, {}), **config}, str(file))
     if weights_bytes is None:
         weights_bytes = stored if weights_dtype is None else _weights_bytes(parameters, weights_dtype)
     return replace(_geometry(kind, fields, expanded), weights_bytes=weights_bytes, parameters=parameters)
 
 
 def _gguf_contents(file: Path) -> tuple[dict[str, Any], int, int]:
-    """(metadata, parameters, bytes) of a GGUF file; arrays of texts, such as the vocabulary, are left out."""
-    try:
-        import gguf
-    except ModuleNotFoundError:
-        raise ValueError(f"{file}: {GGUF_HINT}") from None
-    try:
-        reader = gguf.GGUFReader(file)
-        text = gguf.GGUFValueType.STRING
-        values = {
-            name: field.contents()
-            for name, field in reader.fields.items()
-            if not (len(field.types) > 1 and field.types[-1] == text)
-        }
-        tensors = [(int(tensor.n_elements), int(tensor.n_bytes)) for tensor in reader.tensors]
-    except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
-        raise ValueError(f"{file}: expected a complete GGUF file, and it cannot be read: {error}") from None
-    return values, sum(count for count, _ in tensors), sum(size for _, size in tensors)
+    """(metadata, parameters, bytes) of a GGUF file."""
+    header = read_gguf_header(file)
+    tensors = header.tensors.values()
+    return header.metadata, sum(t.elements for t in tensors), sum(t.nbytes for t in tensors)
 
 
-def _other_shards(file: Path, shards: int) -> list[Path]:
+def other_shards(file: Path, shards: int) -> list[Path]:
     """The other files of a model in several, `name-00001-of-00003.gguf` being the first."""
     match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", file.name)
     if match is None or match[2] != "00001" or int(match[3]) != shards:
@@ -350,7 +337,7 @@ def _other_shards(file: Path, shards: int) -> list[Path]:
     return [file.with_name(f"{match[1]}-{i:05d}-of-{match[3]}.gguf") for i in range(2, shards + 1)]
 
 
-def _gguf_config(kind: str, fields: _Fields) -> dict[str, Any]:
+def gguf_config(kind: str, fields: Fields) -> dict[str, Any]:
     """The config.json fields that `_geometry` reads, from GGUF's names for them."""
     layers = fields.integer("block_count") - fields.integer("nextn_predict_layers", 0, least=0)
     heads = _same_in_all(fields, "attention.head_count")
@@ -387,12 +374,12 @@ def _gguf_config(kind: str, fields: _Fields) -> dict[str, Any]:
     return config
 
 
-def _same_in_all(fields: _Fields, name: str, default: int | None = None) -> int:
+def _same_in_all(fields: Fields, name: str, default: int | None = None) -> int:
     """One number, or one for each layer that is the same wherever it is not 0 (a layer without a cache)."""
     value = fields.get(name, default)
     if isinstance(value, list):
         different = set(value) - {0}
         if len(different) != 1:
             raise fields.error(name, "the same number in every layer")
-        return _Fields({name: different.pop()}, fields.source, fields.prefix).integer(name)
+        return Fields({name: different.pop()}, fields.source, fields.prefix).integer(name)
     return fields.integer(name, default)

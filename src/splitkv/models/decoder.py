@@ -1,0 +1,260 @@
+"""The decoder: token ids to logits, in plain torch, with attention over the cache by splitkv.
+
+Two ways through the same weights. `prefill` takes a chunk of one row's tokens and attends with torch's scaled
+dot-product attention; `decode` takes one token of every row, reads and writes lengths on the device only, and so
+can be captured in a CUDA graph. Projections that read the same input are one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+from .config import DecoderConfig
+from .delta_net import DeltaNetMixer
+from .parts import Part, RMSNorm, empty_weight, project
+from .state import DecodeState
+from .weights import Weights, check_names
+
+
+class Attention(nn.Module):
+    """Self-attention of one layer: grouped heads, rotary positions, optional norms of q and k, gate, and window."""
+
+    def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        self.window = config.window if config.layer_types[layer] == "sliding_attention" else None
+        dim, hidden = config.head_dim, config.hidden_size
+        q, kv = config.num_q_heads * dim, config.num_kv_heads * dim
+        self.sizes = (q * (2 if config.gated else 1), kv, kv)
+        self.qkv = empty_weight(sum(self.sizes), hidden, dtype=dtype, device=device)
+        self.out = empty_weight(hidden, q, dtype=dtype, device=device)
+        self.qkv_bias = empty_weight(sum(self.sizes), dtype=dtype, device=device) if config.qkv_bias else None
+        self.out_bias = empty_weight(hidden, dtype=dtype, device=device) if config.output_bias else None
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            norm = (dim, config.norm_eps, config.norm_offset, dtype, device)
+            self.q_norm, self.k_norm = RMSNorm(*norm), RMSNorm(*norm)
+
+    def _project(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q [tokens, num_q_heads, head_dim], k, v [tokens, num_kv_heads, head_dim], and the gate of the output."""
+        dim = self.config.head_dim
+        q, k, v = project(x, self.qkv, self.qkv_bias).split(self.sizes, -1)
+        k, v = k.unflatten(-1, (-1, dim)), v.unflatten(-1, (-1, dim))
+        gate = None
+        if self.config.gated:
+            q, gate = q.unflatten(-1, (-1, 2 * dim)).chunk(2, -1)
+        else:
+            q = q.unflatten(-1, (-1, dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, *rotation), rotate(k, *rotation), v, gate
+
+    def _finish(self, attended: Tensor, gate: Tensor | None) -> Tensor:
+        if gate is not None:
+            attended = attended * torch.sigmoid(gate)
+        return project(attended.flatten(-2), self.out, self.out_bias)
+
+    def prefill(self, x: Tensor, rotation: tuple[Tensor, Tensor], state: DecodeState, row: int, start: int) -> Tensor:
+        """x [tokens, hidden] at positions start, start + 1, .. of a row."""
+        q, k, v, gate = self._project(x, rotation)
+        keys, values = state.write_chunk(self.layer, k, v, row, start)
+        attended = chunk_attention(q, keys.to(q.dtype), values.to(q.dtype), self.window)
+        return self._finish(attended, gate)
+
+    def decode(self, x: Tensor, rotation: tuple[Tensor, Tensor], state: DecodeState) -> Tensor:
+        """x [batch, hidden], one token a row, at the position before the state's length."""
+        q, k, v, gate = self._project(x, rotation)
+        return self._finish(state.attend(self.layer, q, k, v, self.window), gate)
+
+    def parts(self, name: str) -> Iterator[Part]:
+        for suffix, fused, out in (("weight", self.qkv, self.out), ("bias", self.qkv_bias, self.out_bias)):
+            if fused is not None:
+                for proj, rows in zip("qkv", fused.split(self.sizes), strict=True):
+                    yield Part(f"{name}.{proj}_proj.{suffix}", rows)
+            if out is not None:
+                yield Part(f"{name}.o_proj.{suffix}", out)
+        for letter, norm in (("q", self.q_norm), ("k", self.k_norm)):
+            if norm is not None:
+                yield from norm.parts(f"{name}.{letter}_norm")
+
+
+def chunk_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Causal attention of the last tokens of a row over all of it, by torch.
+
+    q: [tokens, num_q_heads, head_dim]. k, v: [end, num_kv_heads, head_dim]. Returns q's shape.
+    """
+    tokens, end = q.shape[0], k.shape[0]
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    if q.is_cuda and (q.dtype == torch.float32 or window is not None):
+        # Flash attention knows groups but neither f32 nor masks; the kernel that knows those wants equal heads.
+        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
+    mask: Any = causal_lower_right(tokens, end)
+    if window is not None:
+        query, key = torch.arange(end - tokens, end, device=q.device)[:, None], torch.arange(end, device=q.device)
+        mask = (key <= query) & (key > query - window)
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=group > 1)
+    return attended.squeeze(0).transpose(0, 1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions on the first 2 * pairs columns. x: [tokens, heads, head_dim]. cos, sin: [tokens, 1, pairs]."""
+    pairs = cos.shape[-1]
+    first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+
+class Layer(nn.Module):
+    """Norm, attention or delta net, norm, feed-forward."""
+
+    def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        norm = (config.hidden_size, config.norm_eps, config.norm_offset, dtype, device)
+        self.norm_in, self.norm_mlp = RMSNorm(*norm), RMSNorm(*norm)
+        self.linear = config.layer_types[layer] == "linear_attention"
+        self.mixer: DeltaNetMixer | Attention = (DeltaNetMixer if self.linear else Attention)(
+            config, layer, dtype, device
+        )
+        self.gate_up = empty_weight(2 * config.intermediate_size, config.hidden_size, dtype=dtype, device=device)
+        self.down = empty_weight(config.hidden_size, config.intermediate_size, dtype=dtype, device=device)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        gate, up = project(self.norm_mlp(x), self.gate_up).chunk(2, -1)
+        return x + project(F.silu(gate) * up, self.down)
+
+    def prefill(self, x: Tensor, rotation: tuple[Tensor, Tensor], state: DecodeState, row: int, start: int) -> Tensor:
+        x = x + self.mixer.prefill(self.norm_in(x), rotation, state, row, start)
+        return self._feed_forward(x)
+
+    def decode(self, x: Tensor, rotation: tuple[Tensor, Tensor], state: DecodeState) -> Tensor:
+        x = x + self.mixer.decode(self.norm_in(x), rotation, state)
+        return self._feed_forward(x)
+
+    def parts(self, name: str) -> Iterator[Part]:
+        yield from self.norm_in.parts(f"{name}.input_layernorm")
+        yield from self.mixer.parts(f"{name}.{'linear_attn' if self.linear else 'self_attn'}")
+        yield from self.norm_mlp.parts(f"{name}.post_attention_layernorm")
+        for proj, rows in zip(("gate", "up"), self.gate_up.chunk(2), strict=True):
+            yield Part(f"{name}.mlp.{proj}_proj.weight", rows)
+        yield Part(f"{name}.mlp.down_proj.weight", self.down)
+
+
+class Decoder(nn.Module):
+    """The model. Weights are uninitialised until `load` or `randomise`. dtype: of weights and activations."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        device = torch.device(device)
+        self.config, self.dtype, self.device = config, dtype, device
+        self.embedding = empty_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.layers: list[Layer] = []
+        for i in range(len(config.layer_types)):
+            self.layers.append(Layer(config, i, dtype, device))
+            self.add_module(f"layer_{i}", self.layers[i])  # a ModuleList would hide what its items are
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, dtype, device)
+        self.head = self.embedding
+        if not config.tied:
+            self.head = empty_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.frequencies = torch.tensor(config.rope.frequencies, dtype=torch.float32, device=device)
+
+    def parts(self) -> Iterator[Part]:
+        """Every tensor of a checkpoint and where it goes."""
+        yield Part("embed_tokens.weight", self.embedding)
+        for i, layer in enumerate(self.layers):
+            yield from layer.parts(f"layers.{i}")
+        yield from self.norm.parts("norm")
+        if self.head is not self.embedding:
+            yield Part("lm_head.weight", self.head)
+
+    def check(self, weights: Weights) -> list[Part]:
+        """The parts, if the checkpoint has each in its shape and no others. Needs no memory on the device "meta".
+
+        ValueError naming file and tensor otherwise.
+        """
+        parts = list(self.parts())
+        check_names(weights, [part.name for part in parts])
+        for part in parts:
+            expected, got = tuple(part.dest.shape), weights.shape(part.name)
+            if part.name.endswith("conv1d.weight"):
+                expected = (expected[0], 1, expected[1])
+            if got != expected:
+                raise ValueError(f"{weights.where(part.name)}: expected shape {expected}, got {got}")
+        factors = weights.rope_factors
+        if factors is not None and factors.shape != self.frequencies.shape:
+            raise ValueError(
+                f"{weights.source}: rope_freqs.weight: expected {self.frequencies.shape[0]} factors, "
+                f"got {tuple(factors.shape)}"
+            )
+        return parts
+
+    @torch.no_grad()
+    def load(self, weights: Weights, progress: Callable[[int, int, str], None] | None = None) -> None:
+        """Fill from a checkpoint, whose names and shapes are all checked before the first tensor is read.
+
+        progress: called with tensors done, in all, and a name. Raises ValueError naming file and tensor.
+        """
+        parts = self.check(weights)
+        for i, part in enumerate(parts):
+            if progress is not None:
+                progress(i, len(parts), part.name)
+            value = weights.read(part.name)
+            part.dest.copy_((value if part.change is None else part.change(value)).reshape(part.dest.shape))
+        if weights.rope_factors is not None:
+            self.frequencies /= weights.rope_factors.to(self.frequencies)
+
+    @torch.no_grad()
+    def randomise(self, seed: int = 0) -> None:
+        """Random weights of the size that training begins with, the same for the same seed, device and shape."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for part in self.parts():
+            if part.name.endswith("norm.weight"):
+                part.dest.fill_(1.0)
+            elif part.name.endswith("A_log"):
+                part.dest.fill_(-1.0)
+            else:
+                part.dest.normal_(0, 0.02, generator=generator)
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, each [tokens, 1, pairs] f32, of positions [tokens]."""
+        angles = (positions[:, None].float() * self.frequencies)[:, None]
+        scale = self.config.rope.scale
+        return angles.cos() * scale, angles.sin() * scale
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return project(self.norm(x), self.head).float()
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor, state: DecodeState, row: int, start: int) -> Tensor:
+        """Logits [vocab_size] f32 after the last of `tokens` [n] int64, which stand at positions start, .. of a row.
+
+        The state's lengths are the caller's to set.
+        """
+        rotation = self._rotation(torch.arange(start, start + tokens.shape[0], device=self.device))
+        x = F.embedding(tokens, self.embedding)
+        for layer in self.layers:
+            x = layer.prefill(x, rotation, state, row, start)
+        return self._logits(x[-1:])[0]
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor, state: DecodeState) -> Tensor:
+        """Logits [batch, vocab_size] f32 after one more token of every row; the state's lengths grow by one."""
+        rotation = self._rotation(state.seq_lens)
+        state.seq_lens += 1
+        x = F.embedding(tokens, self.embedding)
+        for layer in self.layers:
+            x = layer.decode(x, rotation, state)
+        return self._logits(x)
+
+    def bytes_per_step(self) -> int:
+        """Bytes of weights that one decode step reads: all but an embedding that is not also the output matrix."""
+        weights = {id(p): p.numel() * p.element_size() for p in self.parameters()}
+        if self.head is not self.embedding:
+            weights.pop(id(self.embedding))
+        return sum(weights.values())

@@ -1,0 +1,61 @@
+"""What the layers share: weights that know which checkpoint tensor fills them, and the norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a checkpoint's tensor goes: into `dest`, after `change` if there is one."""
+
+    name: str
+    dest: Tensor
+    change: Callable[[Tensor], Tensor] | None = None
+
+
+def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An uninitialised weight; no gradients."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+FEW_ROWS = 4
+"""Up to this many rows of f32 on a CPU, another call than torch's linear reads the weights faster."""
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias. x: [rows, columns]; weight: [out, columns].
+
+    A few rows of f32 on a CPU are a matter of reading the weights, which torch's linear does slowly. Measured on two
+    Zen 5 cores, MKL 2024.2, 8192 x 2048, GB/s: one row 22, as a batch of two halves 66; four rows 12, transposed 18.
+    """
+    rows, out = x.shape[0], weight.shape[0]
+    if x.device.type != "cpu" or x.dtype != torch.float32 or rows > FEW_ROWS:
+        return F.linear(x, weight, bias)
+    if rows == 1 and out % 2 == 0:
+        halves = torch.bmm(weight.view(2, out // 2, -1), x.T.expand(2, -1, -1))
+        product = halves.view(1, out)
+    else:
+        product = torch.mm(weight, x.T).T.contiguous()
+    return product if bias is None else product + bias
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight. offset: added to the stored weight; f32, as numbers near 0 have more digits than near 1."""
+
+    def __init__(self, size: int, eps: float, offset: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.eps, self.offset = eps, offset
+        self.weight = empty_weight(size, dtype=torch.float32 if offset else dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(self.weight.dtype)
+        return F.rms_norm(wide, self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+    def parts(self, name: str) -> Iterator[Part]:
+        yield Part(f"{name}.weight", self.weight, lambda w: w.float() + self.offset if self.offset else w)

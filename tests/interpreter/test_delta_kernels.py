@@ -1,0 +1,65 @@
+"""One token of a delta-net layer by the GPU's kernels, in the interpreter, against the same in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from helpers import Guarded
+
+from splitkv.models.config import DecoderConfig
+from splitkv.models.delta_kernels import step
+from splitkv.models.delta_net import DeltaNetMixer
+
+ROWS = 3
+
+
+def mixer(
+    key_heads: int, value_heads: int, key_dim: int, value_dim: int, kernel: int, dtype: torch.dtype
+) -> DeltaNetMixer:
+    config = DecoderConfig.from_config(
+        {
+            "model_type": "qwen3_5_text", "vocab_size": 8, "hidden_size": 32, "intermediate_size": 8,
+            "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16,
+            "linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads, "linear_key_head_dim": key_dim,
+            "linear_value_head_dim": value_dim, "linear_conv_kernel_dim": kernel,
+        },
+        "test",
+    )  # fmt: skip
+    made = DeltaNetMixer(config, 0, dtype, torch.device("cpu"))
+    draw = torch.Generator().manual_seed(3)
+    for weight in made.parameters():
+        weight.normal_(0, 0.5, generator=draw)
+    made.rate.copy_(-made.rate.abs())
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2, 4, 16, 32, 4), (1, 1, 128, 128, 4), (2, 6, 24, 40, 2), (3, 3, 16, 200, 3)], ids=str
+)
+def test_steps(sizes: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    """Ten tokens in a row: outputs, both states, and no byte beside them. Sizes that are no powers of two as well."""
+    layer = mixer(*sizes, dtype)
+    delta = layer.delta
+    draw = torch.Generator().manual_seed(4)
+    conv = Guarded((ROWS, delta.channels, delta.kernel - 1), dtype)
+    memory = Guarded((ROWS, delta.num_value_heads, delta.key_dim, delta.value_dim), torch.float32)
+    conv.tensor.normal_(generator=draw)
+    memory.tensor.normal_(generator=draw)
+    expected_conv, expected_memory = conv.tensor.clone(), memory.tensor.clone()
+    for i in range(10):
+        projected = torch.randn(ROWS, sum(layer.sizes), generator=draw).to(dtype)
+        projected[0] *= 30 * (i == 5) + 1  # gates at their ends, and softplus beyond its threshold
+        qkv, _, b, a = projected.split(layer.sizes, -1)
+        expected = layer.step_in_torch(qkv, a, b, expected_conv, expected_memory)
+        out = step(qkv, a, b, conv.tensor, memory.tensor, **layer.step_weights())
+        tolerance = 2e-5 if dtype == torch.float32 else 2e-3
+        scale = expected.abs().max()
+        assert (out - expected).abs().max() < tolerance * scale
+        assert torch.equal(conv.tensor, expected_conv)
+        assert (memory.tensor - expected_memory).abs().max() < tolerance * expected_memory.abs().max()
+        expected_memory.copy_(memory.tensor)
+    assert conv.intact() and memory.intact()

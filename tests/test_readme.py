@@ -116,6 +116,6 @@ def test_file_tree_is_the_real_one() -> None:
     missing = [path for path in named if not (ROOT / path).exists()]
     assert not missing, f"README's file tree names {missing}"
     package = ROOT / "src" / "splitkv"
-    sources = [path for path in package.rglob("*") if path.suffix in (".py", ".c", ".h")]
+    sources = [path for path in package.rglob("*") if path.suffix in (".py", ".c", ".h", ".cu", ".cuh")]
     files = {str(path.relative_to(ROOT)) for path in sources if path.name != "__init__.py"}
     assert not sorted(files - set(named)), f"README's file tree lacks {sorted(files - set(named))}"

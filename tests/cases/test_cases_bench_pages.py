@@ -9,9 +9,9 @@ import test_cases_tools as tools
 import torch
 from planting import caught
 
+from splitkv.bench import attention_data as data
 from splitkv.bench.timing import Rotation
 
-data = pytest.importorskip("splitkv.bench.attention_data")
 RAGGED = (100, 257, 640, 33)
 
 

@@ -12,8 +12,6 @@ import torch
 from planting import caught
 from torch import Tensor
 
-pytest.importorskip("splitkv.cache.paged")
-
 from splitkv import ContiguousKVCache, PagedKVCache, decode_attention
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -83,7 +83,7 @@ def test_one_case_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--backend", "tpu"), "backend: expected one of auto, cpu, triton"),
+        (("--backend", "tpu"), "backend: expected one of auto, cpu, cuda, triton, rowwise, got 'tpu'"),
         (("--cases", "0"), "cases: expected at least 1, got 0"),
         (("--case", "{}"), "case: expected the JSON object that a failure prints"),
         (("--case", "{}", "--only", "1"), "only: expected --only or --case, got both"),

@@ -96,7 +96,7 @@ def test_the_schedule_changes_no_byte() -> None:
     lens = int32([16 * 17, 0, 16 * 5 - 1, 1])
     q, k, v = latent(4, 2, 16 * 17, dtype=F16)
     problem = DecodeProblem(4, 2, 1, K_DIM, V_DIM, capacity=16 * 17, q_dtype="f16", kv_dtype="f16")
-    plan = reschedule(with_small_splits(plan_decode(problem, DeviceSpec.named("h200")), 256), 1, 1)
+    plan = reschedule(with_small_splits(plan_decode(problem, DeviceSpec.named("h200"), backend="triton"), 256), 1, 1)
     want = launch_plan(plan, q, k, v, lens)
     assert_parity(want, oracle(q, k, v, lens))
     for schedule in ((4, 1), (16, 1), (4, 9)):

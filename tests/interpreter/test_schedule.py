@@ -44,7 +44,7 @@ def plan_of(batch: int, capacity: int, dtype: torch.dtype, target: int = 256, **
     """One split per block, splits of 16 keys and longer where they would be more than `target`."""
     shape = dict(num_q_heads=1, num_kv_heads=1, head_dim=16) | shape
     problem = DecodeProblem(batch, **shape, capacity=capacity, q_dtype=NAMES[dtype], kv_dtype=NAMES[dtype])
-    return reschedule(with_small_splits(plan_decode(problem, DeviceSpec.named("h200")), target), 1, 1)
+    return reschedule(with_small_splits(plan_decode(problem, DeviceSpec.named("h200"), backend="triton"), target), 1, 1)
 
 
 def attend(*tensors: Any, backend: str = "triton", **options: Any) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ def test_the_most_splits_that_auto_makes() -> None:
     capacity = 4 * MAX_AUTO_SPLITS
     q, k, v = make_inputs(1, 1, 1, 16, capacity)
     problem = DecodeProblem(1, 1, 1, 16, capacity=capacity, q_dtype="f32", kv_dtype="f32")
-    plan = with_small_splits(plan_decode(problem, DeviceSpec.named("h200")), MAX_AUTO_SPLITS, keys=4)
+    plan = with_small_splits(plan_decode(problem, DeviceSpec.named("h200"), backend="triton"), MAX_AUTO_SPLITS, keys=4)
     want = launch_plan(reschedule(plan, 1, 1), q, k, v, capacity)
     for max_run in (4, 16):
         assert_same(launch_plan(reschedule(plan, max_run, 1), q, k, v, capacity), want, max_run)

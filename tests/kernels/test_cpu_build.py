@@ -119,10 +119,10 @@ def test_a_cache_that_cannot_be_written_costs_a_compilation(
 
 
 BUILD_ALONE = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("cpu_build", {str(Path(cpu_build.__file__))!r})
-module = sys.modules["cpu_build"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
+import importlib, sys, types
+sys.modules["alone"] = types.ModuleType("alone")
+sys.modules["alone"].__path__ = [{str(Path(cpu_build.__file__).parent)!r}]
+module = importlib.import_module("alone.cpu_build")
 module.BASE_FLAGS = ("-std=gnu11", "-O0", "-w", "-fPIC", "-shared")
 print(module.load_library().path)
 """

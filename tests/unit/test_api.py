@@ -45,7 +45,7 @@ SIGNATURES = {
     reference_attention: f"({CALL}policy=None, backend=None, out=None, return_lse=False, workspace=None, "
     "return_scores=False)",
     splitkv.merge_states: "(outs, lses)",
-    plan_decode: "(problem, device, policy='auto')",
+    plan_decode: "(problem, device, policy='auto', backend='auto')",
     workspace_bytes: "(problem, device, policy='auto')",
     splitkv.plan_memory: "(model, context, *, generated=0, free_bytes, total_bytes=None, unified=False, "
     "kv_dtypes=('f32', 'f16'), workspace_bytes=0, batch=1)",
@@ -261,7 +261,8 @@ def test_object_refuses_what_the_call_refuses(launched: list[Any]) -> None:
     for change, error, words in (
         ({"window": -1}, ValueError, "window: .*-1"),
         ({"out": torch.empty(1)}, ValueError, "out: expected shape"),
-        ({"backend": "cuda"}, ValueError, "backend: .*'cuda'"),
+        ({"backend": "tpu"}, ValueError, "backend: .*'tpu'"),
+        ({"backend": "cuda"}, ValueError, "backend: cuda expects CUDA tensors, got cpu"),
         ({"workspace": torch.empty(1)}, TypeError, "workspace"),  # it has its own
         ({"policy": "auto"}, TypeError, "policy"),
     ):

@@ -93,7 +93,7 @@ def test_what_the_host_does_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPa
     """A graph would replay the copy of the moment. Tensors for rows, lens and truncate are what a capture takes."""
     plain, cache = contiguous(2, 8), make("paged 7", 3, 14)
     for module in ("contiguous", "paged", "storage"):
-        monkeypatch.setattr(f"splitkv.cache.{module}.capturing", lambda: True)
+        monkeypatch.setattr(f"splitkv.cache.{module}.capturing", lambda device: True)
     k, v = kv(2, 1)
     with pytest.raises(RuntimeError, match="grow: expected no capture"):
         plain.grow(10)

@@ -229,7 +229,8 @@ refuse(
     policy_name=({"policy": "fast"}, ["policy:", "auto, waves, capacity, length, legacy", "'fast'"]),
     policy_empty=({"policy": ""}, ["policy:", "auto", "''"]),
     policy_zero=({"policy": "pinned(0)"}, ["policy:", "a number of splits", "'pinned(0)'"]),
-    backend_name=({"backend": "cuda"}, ["backend:", "auto, cpu, triton, rowwise", "'cuda'"]),
+    backend_name=({"backend": "tpu"}, ["backend:", "auto, cpu, cuda, triton, rowwise", "'tpu'"]),
+    cuda_on_cpu=({"backend": "cuda"}, ["backend:", "cuda expects CUDA tensors", "got cpu"]),
     triton_on_cpu=({"backend": "triton"}, ["backend:", "triton expects CUDA tensors", "cpu"]),
     rowwise_on_cpu=({"backend": "rowwise"}, ["backend:", "rowwise expects CUDA tensors", "cpu"]),
     cpu_elsewhere=(
@@ -300,8 +301,8 @@ def test_f32_kernels_refuse_what_they_would_sum_in_another_order(
 
 
 def test_backend_variable_is_refused_as_the_argument_is(monkeypatch: pytest.MonkeyPatch, launches: Any) -> None:
-    monkeypatch.setenv("SPLITKV_BACKEND", "cuda")
-    with pytest.raises(ValueError, match="backend: expected auto, cpu, triton, rowwise, got 'cuda'"):
+    monkeypatch.setenv("SPLITKV_BACKEND", "tpu")
+    with pytest.raises(ValueError, match="backend: expected auto, cpu, cuda, triton, rowwise, got 'tpu'"):
         decode_attention(**VALID)
     assert launches == []
 

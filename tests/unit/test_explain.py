@@ -23,6 +23,7 @@ def test_explain_says_everything(case: Case) -> None:
         "splits": (plan.num_splits, plan.split_len, asked.capacity),
         "rule": (plan.rule.min_len, plan.rule.target, plan.rule.quantum),
         "schedule": schedule,
+        "backend": (plan.backend,),
         "grid": (plan.grid, f"{plan.waves:.2f}"),
         "tile": (tile.block_n, tile.block_m, tile.num_warps, f"{tile.num_stages} stages", tile.compute),
         "workspace": (f"{plan.workspace_bytes} bytes",),

@@ -347,7 +347,7 @@ def test_an_error_of_the_gpu_ends_its_process_work(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"backend": "tpu"}, "backend: expected one of auto, cpu, triton"),
+        ({"backend": "tpu"}, "backend: expected one of auto, cpu, cuda, triton, rowwise, got 'tpu'"),
         ({"cases": 0}, "cases: expected at least 1, got 0"),
         ({"jobs": 0}, "jobs: expected at least 1, got 0"),
         ({"shapes": -1}, "shapes: expected at least 0, got -1"),

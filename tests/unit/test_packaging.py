@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = (".py", ".c", ".h", ".json", ".typed")
+SHIPPED = (".py", ".c", ".h", ".cu", ".cuh", ".json", ".typed")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -46,7 +46,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "splitkv").rglob("*") if path.suffix in SHIPPED
     }
     assert names - metadata == package
-    assert {"splitkv/py.typed", "splitkv/backends/cpu_kernel.c"} <= package
+    assert {"splitkv/py.typed", "splitkv/backends/cpu_kernel.c", "splitkv/backends/cuda_split.cu"} <= package
     assert "splitkv-0.1.0.dist-info/licenses/LICENSE" in metadata
 
 

@@ -105,7 +105,9 @@ def test_auto_follows_the_kv_geometry_and_ends_splits_with_tiles(
 ) -> None:
     rule = SplitPolicy.auto().rule(asked, device)
     assert (16 <= rule.target <= 256) and rule.min_len % rule.quantum == 0
-    assert rule.quantum % plan_decode(asked, device).tile.block_n == 0
+    plan = plan_decode(asked, device)
+    if plan.backend != "cuda":  # whose warps take splits apart as they come: test_cuda_plan.py
+        assert rule.quantum % plan.tile.block_n == 0
     assert SplitPolicy.auto().rule(replace(asked, q_len=other.q_len), device) == rule
 
 
@@ -146,18 +148,19 @@ class Unit:
 
 
 def assign_work(plan: DecodePlan, spans: Sequence[int]) -> list[Unit]:
-    """What the kernels compute on the device from the rows' own lengths (backends/triton_tile.py)."""
+    """What the kernels compute on the device from the rows' own lengths (triton_tile.py, cuda_common.cuh)."""
     splits = [plan.rule.split(span) for span in spans]
     total = sum(spans)
     run_keys = -(-total // plan.target_units)
     units: list[Unit] = []
     for row, (split_len, num_splits) in enumerate(splits):
         if plan.max_run == 1:
-            run, base = 1, row * plan.max_splits
+            run = 1
         else:
             runs = [run for run in (1, 4, 16) if run <= plan.max_run]
             run = next((run for run in runs if split_len * run >= run_keys), plan.max_run)
-            base = len(units)
+        # A grid of (splits, heads, rows) has a slot for every split that a row may have; one of units has only those.
+        base = row * plan.max_splits if plan.max_run == 1 and plan.backend != "cuda" else len(units)
         for unit in range(max(1, -(-num_splits // run))):
             units.append(Unit(row, unit * run, min((unit + 1) * run, num_splits), base + unit))
     return units
@@ -175,7 +178,11 @@ def check_schedule(plan: DecodePlan, spans: Sequence[int]) -> int:
     assert len(set(slots)) == len(slots)
     assert max(slots) < plan.max_units
     grid_units, _, grid_rows = plan.grid
-    if plan.max_run > 1:
+    if plan.backend == "cuda":  # blocks take units until there are none
+        assert slots == list(range(len(units)))
+        assert 1 <= plan.grid[1] <= plan.max_units
+        assert plan.max_run in (1, 4, 16)
+    elif plan.max_run > 1:
         assert slots == list(range(len(units)))
         assert (grid_units, grid_rows) == (plan.max_units, 1)
         assert plan.max_run in (4, 16)
@@ -237,10 +244,11 @@ def test_all_rows_empty() -> None:
 def test_runs_need_tiles_that_end_where_splits_end(case: Case) -> None:
     plan = case.plan
     if plan.max_run > 1:
-        assert case.policy.kind == "auto"
-        assert plan.rule.quantum % plan.tile.block_n == 0
-        assert plan.rule.min_len % plan.rule.quantum == 0
         assert case.asked.batch * plan.max_splits > plan.target_units
+        if plan.backend != "cuda":
+            assert case.policy.kind == "auto"
+            assert plan.rule.quantum % plan.tile.block_n == 0
+            assert plan.rule.min_len % plan.rule.quantum == 0
 
 
 # -------------------------------------------------------------------------------------------- workspace
@@ -262,7 +270,8 @@ def test_workspace_is_exact_and_within_the_slots(case: Case) -> None:
 @pytest.mark.parametrize(
     ("changes", "policy", "slots"),
     [
-        ({"batch": 9}, "length", 9 * 256 * 16),
+        ({"batch": 9, "q_dtype": "f32", "kv_dtype": "f32"}, "length", 9 * 256 * 16),
+        ({"batch": 9}, "length", (4 * 132 // 4 + 9 * 256 // 16) * 16),  # joined in blocks, in runs of 16
         ({"batch": 9, "num_q_heads": 24}, "waves", 9 * 11 * 24),
         ({"capacity": 64}, "auto", 0),
         ({"capacity": 0}, "auto", 0),
@@ -322,7 +331,7 @@ def test_tile_depends_on_geometry_and_architecture_alone(case: Case, other: Case
     tile = case.plan.tile
     assert plan_decode(asked, device, other.policy).tile == tile
     paged = plan_decode(replace(asked, page_size=other.asked.page_size), device, other.policy).tile
-    assert replace(paged, num_stages=tile.num_stages) == tile
+    assert replace(paged, num_stages=tile.num_stages, v_in_k_stages=tile.v_in_k_stages) == tile
 
 
 @given(problems(), DEVICES, st.booleans())
@@ -333,7 +342,7 @@ def test_blocks_hold_all_queries_of_a_kv_head(asked: DecodeProblem, device: Devi
     assert 1 <= plan.rows_per_block <= min(plan.tile.block_m, rows)
     assert plan.row_blocks * plan.rows_per_block >= asked.rows_per_kv_head
     assert (plan.row_blocks - 1) * plan.rows_per_block < asked.rows_per_kv_head
-    assert plan.grid[1] == asked.num_kv_heads * plan.row_blocks
+    assert plan.grid[0 if plan.backend == "cuda" else 1] == asked.num_kv_heads * plan.row_blocks
     if not pack and asked.q_len <= plan.tile.block_m:
         assert (plan.rows_per_block, plan.row_blocks) == (asked.q_len, asked.group_size)
     for size in (plan.tile.block_m, plan.tile.block_n):
@@ -351,7 +360,8 @@ def test_tiles_in_flight_fit_in_shared_memory(
     padded = sum(1 << (d - 1).bit_length() for d in (head_dim, v_head_dim))
     for q_dtype, page_size in itertools.product(("f32", "bf16", "f16"), (None, 16)):
         dims = dict(head_dim=head_dim, v_head_dim=v_head_dim)
-        tile = plan_decode(problem(**dims, q_dtype=q_dtype, kv_dtype=kv_dtype, page_size=page_size), device).tile
+        asked = problem(**dims, q_dtype=q_dtype, kv_dtype=kv_dtype, page_size=page_size)
+        tile = plan_decode(asked, device, backend="triton").tile
         in_flight = tile.num_stages if page_size is None else (tile.num_stages + 1) // 2
         assert 1 <= in_flight <= 4
         assert in_flight * tile.block_n * padded * DTYPE_BYTES[kv_dtype] <= device.shared_memory_bytes
@@ -393,7 +403,9 @@ def test_plans_are_deterministic_and_hashable() -> None:
 def test_capacity_0_plans_one_split(policy: str) -> None:
     plan = plan_decode(problem(capacity=0, batch=3), H200, policy)
     assert (plan.num_splits, plan.max_splits, plan.workspace_bytes) == (1, 1, 0)
-    assert plan.grid == (1, 4, 3)
+    assert plan.grid == (4, plan.max_units, 1)
+    triton = plan_decode(problem(capacity=0, batch=3), H200, policy, backend="triton")
+    assert (triton.max_splits, triton.grid) == (1, (1, 4, 3))
 
 
 def test_the_environment_overrides_and_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,6 +322,7 @@ def _row(case: AttentionCase, rotation: Rotation, bandwidth: Bandwidth, device: 
         "workspace_bytes": plan.workspace_bytes,
         "kv_bytes": case.read_bytes,
         "sets": rotation.sets,
+        "distinct_bytes": rotation.footprint_bytes,
         "cache": rotation.label,
         "floor_us": floor_us,
         "goal_us": GOAL_FACTOR * floor_us + GOAL_US,

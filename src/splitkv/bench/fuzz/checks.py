@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import splitkv
 
-from ...plan import plan_decode
+from ...attention import plan_for
 from ...problem import DeviceSpec
 from .cases import Case, Geometry
 from .oracle import Truth, solve
@@ -35,7 +35,7 @@ SMALLEST = 1e-300
 
 
 class Reserving(TorchFunctionMode):
-    """While active, torch.empty hands out a call's guarded places where one fits: out, lse and workspace."""
+    """While active, torch.empty and new_empty hand out a call's guarded places where one fits: out, lse, workspace."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
@@ -43,9 +43,11 @@ class Reserving(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty:
-            shape = tuple(args[0]) if isinstance(args[0], tuple | list) else tuple(args)
-            place = self.call.reserve(shape, kwargs.get("dtype", torch.float32))
+        if func in (torch.empty, Tensor.new_empty):
+            sizes = args[1:] if func is Tensor.new_empty else args
+            default = args[0].dtype if func is Tensor.new_empty else torch.float32
+            shape = tuple(sizes[0]) if isinstance(sizes[0], tuple | list) else tuple(sizes)
+            place = self.call.reserve(shape, kwargs.get("dtype", default))
             if place is not None:
                 return place
         return func(*args, **kwargs)
@@ -114,7 +116,8 @@ def _launch(
 ) -> tuple[_Launched | None, str | None]:
     """(what was launched, why it was refused). Any other error than UnsupportedError is a failure: cases are legal."""
     case = started.case
-    plan = plan_decode(case.problem(geometry), device_spec(started.device), case.policy)
+    planned = "auto" if backend == "cuda" else backend  # the same plan where cuda runs, and elsewhere it is refused
+    plan = plan_for(case.problem(geometry), torch.device(started.device), case.policy, planned)
     call = Call(case, started.values, geometry, rows, plan.workspace_bytes, started.device)
     try:
         with Reserving(call):

@@ -1,0 +1,166 @@
+"""Plans of backend "cuda": which problems it takes, its tile, its shared memory and its schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from test_plan import CPU, H200, POLICIES, check_schedule, packing, problem, problems, ragged
+
+from splitkv.plan import DecodePlan, plan_decode
+from splitkv.policy import SplitPolicy
+from splitkv.problem import KNOWN_DEVICES, DecodeProblem, DeviceSpec
+from splitkv.tiles import compute_dtype, cuda_shared, cuda_tile, cuda_warp_keys, runs_on_cuda
+
+GPUS = st.sampled_from(list(KNOWN_DEVICES.values()))
+OLDER = replace(H200, name="older", capability=(7, 5), shared_memory_bytes=64 << 10)
+BYTES = {"f32": 4, "f16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+
+@st.composite
+def taken(draw: st.DrawFn) -> tuple[DecodeProblem, int]:
+    """A problem that backend cuda takes, at any head size, and the query vectors of a KV head."""
+    dims = st.integers(1, 16).map(lambda n: 16 * n)
+    asked = replace(
+        draw(problems()),
+        head_dim=draw(dims),
+        v_head_dim=draw(dims),
+        q_dtype=draw(st.sampled_from(["f16", "bf16"])),
+        kv_dtype=draw(st.sampled_from(["f16", "bf16", "fp8_e4m3", "fp8_e5m2"])),
+    )
+    assume(compute_dtype(asked.q_dtype, asked.kv_dtype) != "f32")
+    return asked, draw(st.integers(1, 8 if max(asked.head_dim, asked.v_head_dim) > 128 else 16))
+
+
+def shared_bytes(asked: DecodeProblem, columns: int, stages: int, joined: int) -> int:
+    """sizeof(Shared) of cuda_split.cu, field by field: ring, join, q, ml, exists."""
+
+    def pitch(chunks: int) -> int:  # 16-byte chunks between two rows: no two rows of eight in the same banks
+        return chunks | 1 if chunks % 8 else chunks
+
+    keys, size = cuda_warp_keys(asked), BYTES[asked.kv_dtype]
+    ring = 4 * stages * keys * 16 * max(pitch(dim * size // 16) for dim in (asked.head_dim, asked.v_head_dim))
+    join = 4 * 4 * joined * (asked.v_head_dim + 4)
+    q = columns // 8 * asked.head_dim // 16 * 32 * 8
+    total = ring + join + q + 4 * columns * 8 + 4 * stages * 4
+    return (total + 15) // 16 * 16  # the ring's alignment
+
+
+# ------------------------------------------------------------------------------------------- which backend
+
+
+@given(problems(), GPUS, st.booleans())
+def test_cuda_takes_what_the_geometry_and_the_architecture_allow(
+    asked: DecodeProblem, device: DeviceSpec, pack: bool
+) -> None:
+    rows = asked.rows_per_kv_head if pack else asked.q_len
+    dims = max(asked.head_dim, asked.v_head_dim)
+    small = dims <= 128 and rows <= 16 or dims <= 256 and rows <= 8
+    takes = small and compute_dtype(asked.q_dtype, asked.kv_dtype) != "f32"
+    assert runs_on_cuda(asked, rows, device) == takes
+    for refused in (OLDER, CPU):
+        assert not runs_on_cuda(asked, rows, refused)
+    with packing(pack):
+        assert plan_decode(asked, device).backend == ("cuda" if takes else "triton")
+        assert plan_decode(asked, device, backend="triton").backend == "triton"
+        assert plan_decode(asked, CPU).backend == "cpu"
+        if takes:
+            assert plan_decode(asked, device, backend="cuda") == plan_decode(asked, device)
+        else:
+            with pytest.raises(ValueError, match="backend: cuda takes 16-bit products and up to 16 query vectors"):
+                plan_decode(asked, device, backend="cuda")
+
+
+def test_the_device_decides_by_its_architecture_alone() -> None:
+    for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 1)):
+        assert plan_decode(problem(), replace(OLDER, capability=capability)).backend == "cuda"
+    assert plan_decode(problem(), OLDER).backend == "triton"
+
+
+# ---------------------------------------------------------------------------------- tile and shared memory
+
+
+@given(taken(), GPUS)
+def test_shared_memory_holds_what_the_kernel_declares(asked: tuple[DecodeProblem, int], device: DeviceSpec) -> None:
+    """CASE-22: never over what a block may use, in whole 16 bytes, with as many stages as leave room for two blocks."""
+    geometry, rows = asked
+    columns = cuda_tile(geometry, rows, device).block_m
+    stages, joined, size = cuda_shared(geometry, columns, device)
+    assert 2 <= stages <= 6 and joined in (1, 2)
+    assert size == shared_bytes(geometry, columns, stages, joined)
+    assert size % 16 == 0
+    assert size <= device.shared_memory_bytes
+    half = (device.shared_memory_bytes + 1024) // 2 - 1024
+    assert size <= half + 16 or stages == 2
+    if stages < 6:
+        assert shared_bytes(geometry, columns, stages + 1, 1) > half
+    if joined == 1:  # only where it buys a stage
+        assert shared_bytes(geometry, columns, stages, 2) > half
+
+
+@given(taken(), GPUS, GPUS, POLICIES, st.integers(1, 500), st.integers(1, 1024), st.sampled_from([None, 1, 16, 784]))
+def test_the_tile_follows_the_geometry_alone(
+    asked: tuple[DecodeProblem, int],
+    device: DeviceSpec,
+    elsewhere: DeviceSpec,
+    policy: SplitPolicy,
+    sm_count: int,
+    batch: int,
+    page_size: int | None,
+) -> None:
+    geometry, rows = asked
+    tile = cuda_tile(geometry, rows, device)
+    other = replace(geometry, batch=batch, page_size=page_size, capacity=4096)
+    assert cuda_tile(other, rows, replace(device, sm_count=sm_count)) == tile
+    assert replace(cuda_tile(other, rows, elsewhere), num_stages=tile.num_stages) == tile  # stages fix no byte
+    assert rows <= tile.block_m in (8, 16) and (rows > 8) == (tile.block_m == 16)
+    assert tile.num_warps == 4 and tile.block_n in (64, 128)
+    if runs_on_cuda(other, other.rows_per_kv_head, device):
+        planned = plan_decode(other, replace(device, sm_count=sm_count), policy).tile
+        assert planned == cuda_tile(geometry, other.rows_per_kv_head, device)
+
+
+# ------------------------------------------------------------------------------------------------ schedule
+
+
+def plan_of(asked: tuple[DecodeProblem, int], device: DeviceSpec, policy: SplitPolicy, batch: int) -> DecodePlan:
+    geometry = replace(asked[0], batch=batch, num_q_heads=asked[0].num_kv_heads * asked[1], q_len=1)
+    return plan_decode(geometry, device, policy, backend="cuda")
+
+
+@given(taken(), GPUS, POLICIES, st.integers(1, 1024))
+def test_blocks_fill_the_device_twice_and_no_more(
+    asked: tuple[DecodeProblem, int], device: DeviceSpec, policy: SplitPolicy, batch: int
+) -> None:
+    plan = plan_of(asked, device, policy, batch)
+    heads, blocks, rest = plan.grid
+    assert (heads, rest) == (plan.problem.num_kv_heads * plan.row_blocks, 1)
+    assert 1 <= blocks <= plan.max_units
+    assert heads * blocks <= max(2 * device.sm_count, heads)
+    if blocks < plan.max_units:
+        assert heads * (blocks + 1) > 2 * device.sm_count
+
+
+@given(taken(), GPUS, POLICIES, st.data())
+def test_runs_and_units(
+    asked: tuple[DecodeProblem, int], device: DeviceSpec, policy: SplitPolicy, data: st.DataObject
+) -> None:
+    """The workspace has a slot for every unit of every batch, whatever the lengths; auto's quantum is a power of two."""
+    spans = data.draw(ragged(asked[0].capacity))
+    plan = plan_of(asked, device, policy, len(spans))
+    assert check_schedule(plan, spans) <= plan.max_units
+    assert plan.max_run in (1, 4, 16)
+    wide = max(asked[0].head_dim, asked[0].v_head_dim) > 128 and asked[0].kv_dtype.startswith("fp8")
+    if wide or plan.tile.block_m == 16:  # a run of sixteen would spill
+        assert plan.max_run <= 4
+    assert (plan.max_run > 1) == (len(spans) * plan.max_splits > plan.target_units)
+    assert plan.rule.quantum & (plan.rule.quantum - 1) == 0
+
+
+def test_a_loaded_launch_joins_in_blocks_and_a_lone_row_does_not() -> None:
+    assert plan_decode(problem(), H200).max_run == 1
+    loaded = plan_decode(problem(batch=200), H200)
+    assert (loaded.backend, loaded.max_run) == ("cuda", 16)
+    assert loaded.max_units < 200 * loaded.max_splits // 4

@@ -79,9 +79,10 @@ def _growing_scratch(patch: pytest.MonkeyPatch) -> None:
     """One buffer for all objects, replaced when one needs more."""
     shared = [torch.empty(0, dtype=torch.uint8)]
 
-    def get(self: splitkv.DecodeAttention) -> torch.Tensor:
-        if shared[0].numel() < self.plan.workspace_bytes:
-            shared[0] = torch.empty(self.plan.workspace_bytes, dtype=torch.uint8, device=self.device)
+    def get(self: splitkv.DecodeAttention, plan: DecodePlan | None = None) -> torch.Tensor:
+        size = (plan or self.plan).workspace_bytes
+        if shared[0].numel() < size:
+            shared[0] = torch.empty(size, dtype=torch.uint8, device=self.device)
         return shared[0].to(self.device)
 
     patch.setattr(splitkv.DecodeAttention, "workspace", property(get, lambda self, _: None), raising=False)
@@ -146,13 +147,15 @@ LAUNCH_ON_THE_CURRENT_DEVICE = Fault(patch=_current_device)  # 09
 
 
 def _tile(patch: pytest.MonkeyPatch, changed: Any) -> None:
-    right = plan.tile_config
+    def wrong(right: Any) -> Any:
+        def tile(problem: Any, *others: Any) -> Any:
+            made = right(problem, *others)
+            return replace(made, **changed(problem, made))
 
-    def tile(problem: Any, *others: Any) -> Any:
-        made = right(problem, *others)
-        return replace(made, **changed(problem, made))
+        return tile
 
-    change_plans(patch, plan, "tile_config", tile)
+    patch.setattr(plan, "cuda_tile", wrong(plan.cuda_tile))
+    change_plans(patch, plan, "tile_config", wrong(plan.tile_config))
 
 
 TILES_THAT_GROW = Fault(  # 22: shared memory that follows the context

@@ -57,7 +57,7 @@ def test_cuda_takes_what_the_geometry_and_the_architecture_allow(
 ) -> None:
     rows = asked.rows_per_kv_head if pack else asked.q_len
     dims = max(asked.head_dim, asked.v_head_dim)
-    small = dims <= 128 and rows <= 16 or dims <= 256 and rows <= 8
+    small = (dims <= 128 and rows <= 16) or (dims <= 256 and rows <= 8)
     takes = small and compute_dtype(asked.q_dtype, asked.kv_dtype) != "f32"
     assert runs_on_cuda(asked, rows, device) == takes
     for refused in (OLDER, CPU):
@@ -147,7 +147,7 @@ def test_blocks_fill_the_device_twice_and_no_more(
 def test_runs_and_units(
     asked: tuple[DecodeProblem, int], device: DeviceSpec, policy: SplitPolicy, data: st.DataObject
 ) -> None:
-    """The workspace has a slot for every unit of every batch, whatever the lengths; auto's quantum is a power of two."""
+    """The workspace has a slot for every unit of every batch, whatever the lengths; a quantum is a power of two."""
     spans = data.draw(ragged(asked[0].capacity))
     plan = plan_of(asked, device, policy, len(spans))
     assert check_schedule(plan, spans) <= plan.max_units

@@ -146,13 +146,13 @@ def launch_plan(
     v_cache: Tensor,
     seq_lens: Tensor | int,
     *,
-    backend: str = "triton",
+    backend: str | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) by a plan of the test's choice. What is not given is allocated full of 0xFF bytes, which are NaN."""
+    """(out, lse) by a plan of the test's choice, on its backend. What is not given is full of 0xFF bytes: NaN."""
     inputs = check_inputs(q, k_cache, v_cache, seq_lens, **options)
     device = q.device
     shape = (*q.shape[:-1], v_cache.shape[-1])
@@ -160,7 +160,7 @@ def launch_plan(
     lse = Guarded(shape[:-1], torch.float32, device).tensor if lse is None else lse
     if workspace is None:
         workspace = Guarded((plan.workspace_bytes,), torch.uint8, device).tensor
-    launcher(backend)(
+    launcher(backend or ("cuda" if plan.backend == "cuda" else "triton"))(
         **inputs.launch_arguments(),
         out=out if out.ndim == 4 else out.unsqueeze(1),
         lse=lse if lse.ndim == 3 else lse.unsqueeze(1),

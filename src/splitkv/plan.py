@@ -201,8 +201,8 @@ def _schedule(
 
 
 def _cuda_schedule(problem: DecodeProblem, device: DeviceSpec, tile: TileConfig, max_splits: int) -> tuple[int, int]:
-    """(max_run, target_units) of backend cuda. A run of sixteen keeps one more part in registers than one of four, which
-    fp8 at large heads and two tiles of columns have no room for."""
+    """(max_run, target_units) of backend cuda. A run of sixteen keeps one more part in registers than one of four, for
+    which fp8 at large heads and two tiles of columns have no room."""
     target_units = ceil_div(CUDA_UNITS_PER_SM * device.sm_count, problem.num_kv_heads)
     if problem.batch * max_splits <= target_units:
         return 1, target_units

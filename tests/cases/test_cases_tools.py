@@ -205,18 +205,25 @@ def test_case_21_the_operator_writes_nothing_and_copies_no_cache() -> None:
 KIB = 1024
 
 
-@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16", "fp8_e4m3"])
+BACKEND_DTYPES = [
+    *(("triton", kv_dtype) for kv_dtype in ("f32", "f16", "bf16", "fp8_e4m3")),
+    *(("cuda", kv_dtype) for kv_dtype in ("f16", "bf16", "fp8_e4m3")),
+]
+
+
+@pytest.mark.parametrize(("backend", "kv_dtype"), BACKEND_DTYPES)
 @pytest.mark.parametrize("name", ["rtx4090", "a100", "h200"])
-def test_case_22_no_launch_grows_with_the_context(name: str, kv_dtype: str) -> None:
+def test_case_22_no_launch_grows_with_the_context(name: str, backend: str, kv_dtype: str) -> None:
     """Tiles in flight and threads are the same at 64 keys and at 262,144, and fit a block of 99, 163 or 227 KiB."""
+    at_once = 1 if backend == "cuda" else 2  # its stages hold keys and values in turns
     device = DeviceSpec.named(name)
     q_dtype = "bf16" if kv_dtype.startswith("fp8") else kv_dtype
     tiles = set()
     for capacity in (64, 13_000, 65_536, 262_144):
         problem = DecodeProblem(1, 16, 4, 256, capacity=capacity, q_dtype=q_dtype, kv_dtype=kv_dtype)
-        tile = plan_decode(problem, device).tile
+        tile = plan_decode(problem, device, backend=backend).tile
         tiles.add(tile)
-        in_flight = tile.num_stages * tile.block_n * 2 * power_of_two(256) * problem.kv_bytes_per_key // 512
+        in_flight = tile.num_stages * tile.block_n * at_once * power_of_two(256) * problem.kv_bytes_per_key // 512
         assert in_flight <= device.shared_memory_bytes, (capacity, tile)
     assert len(tiles) == 1
 
@@ -235,9 +242,9 @@ def test_case_22_the_longest_context_runs(dims: tuple[int, int], window: int | N
 # ---- case 23: dispatch -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_dtype", ["f32", "bf16", "fp8_e4m3"])
+@pytest.mark.parametrize(("backend", "kv_dtype"), BACKEND_DTYPES)
 @pytest.mark.parametrize("policy", ["auto", "16", "pinned(64)"])
-def test_case_23_the_variant_never_follows_batch_or_sms(policy: str, kv_dtype: str) -> None:
+def test_case_23_the_variant_never_follows_batch_or_sms(policy: str, backend: str, kv_dtype: str) -> None:
     """Batches of 1 to 256 on GPUs of 1 to 1,000 SMs: tile, splits and vectors per block are those of one row."""
     variants = set()
     q_dtype = "f32" if kv_dtype == "f32" else "bf16"
@@ -245,8 +252,8 @@ def test_case_23_the_variant_never_follows_batch_or_sms(policy: str, kv_dtype: s
         device = DeviceSpec("some", sms, (9, 0), 227 * KIB, 1 << 25, 1e12)
         for batch in range(1, 257):
             problem = DecodeProblem(batch, 8, 2, 256, q_dtype=q_dtype, kv_dtype=kv_dtype, page_size=16)
-            plan = plan_decode(problem, device, policy)
-            variants.add((plan.tile, plan.rule, plan.rows_per_block))
+            plan = plan_decode(problem, device, policy, backend)
+            variants.add((plan.backend, plan.tile, plan.rule, plan.rows_per_block))
     assert len(variants) == 1
 
 

@@ -185,10 +185,13 @@ def test_case_21_catches_an_operator_that_hides_what_it_writes() -> None:
         tools.check_compiled_steps(around.append_by_an_operator(honest=False))
 
 
-def test_case_22_catches_shared_memory_that_grows_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_case_22_catches_shared_memory_that_grows_with_the_context(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     around.TILES_THAT_GROW.plant("cpu", monkeypatch)
     with caught():
-        tools.test_case_22_no_launch_grows_with_the_context("h200", "bf16")
+        tools.test_case_22_no_launch_grows_with_the_context("h200", backend, "bf16")
 
 
 def test_case_22_catches_a_check_that_is_gone(plant: Plant) -> None:
@@ -197,10 +200,11 @@ def test_case_22_catches_a_check_that_is_gone(plant: Plant) -> None:
         layout.test_case_12_head_sizes_that_no_vector_fits(decode, 72)
 
 
-def test_case_23_catches_a_variant_chosen_by_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_case_23_catches_a_variant_chosen_by_the_batch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     around.VARIANT_FROM_THE_BATCH.plant("cpu", monkeypatch)
     with caught():
-        tools.test_case_23_the_variant_never_follows_batch_or_sms("auto", "bf16")
+        tools.test_case_23_the_variant_never_follows_batch_or_sms("auto", backend, "bf16")
 
 
 def test_case_23_catches_one_page_per_tile(plant: Plant) -> None:

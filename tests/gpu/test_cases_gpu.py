@@ -15,8 +15,8 @@ from helpers import Guarded, assert_parity, assert_same, int32, make_inputs, pag
 from test_graphs import capture
 from torch import Tensor
 
-import splitkv
 from splitkv import DecodeAttention, DecodeProblem, SplitPolicy, decode_attention, merge_states
+from splitkv.attention import plan_for
 
 sys.path.append(str(Path(__file__).parents[1] / "cases"))
 
@@ -159,20 +159,21 @@ def test_case_13_catches_scratch_that_grows(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- case 19: the caller's stream --------------------------------------------------------------------------
 
 
-def check_the_callers_stream() -> None:
+def check_the_callers_stream(backend: str = "auto") -> None:
     """On a side stream: wait 50 ms, write q, K and V, decode, merge, and overwrite q and K at once."""
     values = make_inputs(1, 16, 4, 128, 4096, dtype=BF16, device="cuda")
     lens = int32([4096], "cuda")
     problem = DecodeProblem(1, 16, 4, 128, capacity=4096)
-    want = run(*values, lens)
+    want = run(*values, lens, backend=backend)
     tensors = [torch.zeros_like(tensor) for tensor in values]
-    workspace = torch.full((splitkv.DecodeAttention(problem).plan.workspace_bytes,), 0xFF, dtype=torch.uint8).cuda()
+    plan = plan_for(problem, torch.device("cuda", 0), "auto", backend)
+    workspace = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8).cuda()
     out = torch.empty_like(values[0])
 
     def work() -> tuple[Tensor, Tensor]:
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
-        part = run(*tensors, lens, out=out, workspace=workspace)
+        part = run(*tensors, lens, out=out, workspace=workspace, backend=backend)
         merged = merge_states(
             torch.stack([part[0], part[0]]), torch.stack([part[1], torch.full_like(part[1], -torch.inf)])
         )
@@ -180,7 +181,7 @@ def check_the_callers_stream() -> None:
         tensors[1].zero_()
         return merged
 
-    run(*tensors, lens, out=out, workspace=workspace)  # compiles
+    run(*tensors, lens, out=out, workspace=workspace, backend=backend)  # compiles
     workspace.fill_(0xFF)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -222,7 +223,7 @@ def test_case_19_catches_a_merge_on_the_default_stream(monkeypatch: pytest.Monke
     replace_launcher(launcher, monkeypatch)
     monkeypatch.setattr(triton_launch, "merge_kernel", OnTheDefaultStream())
     with caught():
-        check_the_callers_stream()
+        check_the_callers_stream("triton")
 
 
 # ---- cases 20, 28: one graph for rows that come and go -----------------------------------------------------

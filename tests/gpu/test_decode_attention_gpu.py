@@ -10,7 +10,16 @@ import torch
 from helpers import int32, make_inputs, page_order, to_pages
 from torch import Tensor
 
-from splitkv import DecodeAttention, DecodeProblem, SplitPolicy, attention, decode_attention, prepared
+from splitkv import (
+    DecodeAttention,
+    DecodeProblem,
+    DeviceSpec,
+    SplitPolicy,
+    attention,
+    decode_attention,
+    plan_decode,
+    prepared,
+)
 from splitkv.backends import launcher, triton_launch
 from splitkv.prepared import CallMemo
 
@@ -24,7 +33,7 @@ def inputs(seed: int = 0, batch: int = BATCH, capacity: int = CAPACITY, **change
     torch.manual_seed(seed)
     q, k, v = make_inputs(batch, Q_HEADS, KV_HEADS, HEAD_DIM, capacity, dtype=torch.bfloat16, device="cuda", seed=seed)
     lens = int32([capacity - 7 * row - seed for row in range(batch)], "cuda")
-    return dict(q=q, k_cache=k, v_cache=v, seq_lens=lens) | changes
+    return dict(q=q, k_cache=k, v_cache=v, seq_lens=lens, backend="triton") | changes
 
 
 def problem(batch: int = BATCH, capacity: int = CAPACITY) -> DecodeProblem:
@@ -244,9 +253,10 @@ def test_the_public_launch_still_runs() -> None:
     """What a Triton whose launcher is not known falls back to."""
     made = inputs()
     assert launcher("triton") is triton_launch.launch
-    attend = DecodeAttention(problem())
+    plan = plan_decode(problem(), DeviceSpec.current(), backend="triton")
+    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device="cuda")
     out = torch.empty_like(made["q"])
     arguments = dict(block_table=None, softmax_scale=HEAD_DIM**-0.5, window=0, softcap=0.0, sinks=None, starts=None)
-    arguments |= dict(mask=None, k_scale=1.0, v_scale=1.0, lse=None, workspace=attend.workspace, plan=attend.plan)
+    arguments |= dict(mask=None, k_scale=1.0, v_scale=1.0, lse=None, workspace=workspace, plan=plan)
     triton_launch.launch(**made | {"q": made["q"].unsqueeze(1)}, out=out.unsqueeze(1), **arguments)
     assert torch.equal(out, decode_attention(**made))  # type: ignore[arg-type]

@@ -144,8 +144,14 @@ def options_of(name: str) -> dict[str, Any]:
     return sets[name]
 
 
-@pytest.mark.parametrize("backend", ["triton", "rowwise"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("cuda", torch.bfloat16),
+        *((name, dtype) for name in ("triton", "rowwise") for dtype in (torch.float32, torch.bfloat16)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, dtype: torch.dtype, backend: str) -> None:
     """Four causal queries a row, one row too short for them; tests/interpreter has the options one by one."""
@@ -203,6 +209,7 @@ def test_a_row_of_one_split_leaves_the_workspace_alone() -> None:
     short = run(q, k, v, int32([128, 5], "cuda"), workspace=workspace.tensor)
     assert workspace.untouched()
     assert_same(short, run(q, k, v, int32([128, 5], "cuda"), policy="off"))
+    short = run(q, k, v, int32([128, 5], "cuda"), backend="triton")
     assert_same(short, run(q, k, v, int32([128, 5], "cuda"), backend="rowwise"))
 
 

@@ -24,6 +24,8 @@ BOOL_MASK, NO_MASK = 5, 6
 MERGE_COLUMNS = 64
 MERGE_WARPS, MERGE_WARPS_LOADED = 16, 8
 """Of one query vector's columns, and of eight vectors': cuda_merge.cu."""
+INT32_MAX = 2**31 - 1
+"""Lengths and capacities are 32-bit in the kernels: keys past this one are none that memory holds."""
 STREAMS = 16
 """Streams whose launch configurations one prepared call keeps."""
 WORKSPACE = TENSORS.index("workspace")
@@ -33,7 +35,7 @@ def launch(*, q: Tensor, seq_lens: Tensor | int, **arguments: Any) -> None:
     """Split, then merge where the plan splits, on the current stream of q's device; as triton_launch.launch."""
     arguments |= dict(q=q, seq_lens=seq_lens)
     addresses = [t.data_ptr() if isinstance(t := arguments[name], Tensor) else 0 for name in TENSORS]
-    prepare(**arguments)(addresses, 0 if isinstance(seq_lens, Tensor) else seq_lens)
+    prepare(**arguments)(addresses, 0 if isinstance(seq_lens, Tensor) else min(seq_lens, INT32_MAX))
 
 
 def prepare(**arguments: Any) -> CudaLaunch:
@@ -72,7 +74,7 @@ class CudaLaunch:
         self._params = PARAMS.pack(
             *(0,) * 14, *steps(q, 3), *steps(k_cache, 3), *steps(v_cache, 3), *steps(block_table, 1), *steps(mask, 4),
             *steps(out, 3), *steps(lse, 3), scale_step(k_scale), scale_step(v_scale),
-            0, problem.batch, problem.capacity, k_cache.shape[0], problem.page_size or 1, window,
+            0, problem.batch, min(problem.capacity, INT32_MAX), k_cache.shape[0], problem.page_size or 1, window,
             problem.num_kv_heads, problem.group_size, problem.q_len, plan.rows_per_block, plan.row_blocks,
             rule.target, rule.min_len, rule.quantum, plan.target_units, plan.max_run,
             softmax_scale if isinstance(k_scale, Tensor) else softmax_scale * k_scale,

@@ -247,7 +247,7 @@ def test_case_22_the_longest_context_runs(dims: tuple[int, int], window: int | N
 def test_case_23_the_variant_never_follows_batch_or_sms(policy: str, backend: str, kv_dtype: str) -> None:
     """Batches of 1 to 256 on GPUs of 1 to 1,000 SMs: tile, splits and vectors per block are those of one row."""
     variants = set()
-    q_dtype = "f32" if kv_dtype == "f32" else "bf16"
+    q_dtype = "bf16" if kv_dtype.startswith("fp8") else kv_dtype
     for sms in (1, 46, 132, 1000):
         device = DeviceSpec("some", sms, (9, 0), 227 * KIB, 1 << 25, 1e12)
         for batch in range(1, 257):

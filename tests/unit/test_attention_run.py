@@ -128,6 +128,14 @@ def test_a_rejected_timing_costs_only_its_contender(monkeypatch: pytest.MonkeyPa
     assert row["us"] == {OURS: 5.0} and row["not_run"]["sdpa"] == "timing rejected: too wide"
 
 
+def test_a_row_says_how_many_distinct_bytes_its_sets_hold() -> None:
+    """CASE-11: counted from the keys of every set, and never one set read again and again."""
+    result = run(cases=CASES)
+    for row, case in zip(result["rows"], CASES, strict=True):
+        assert row["case"] == case.name and row["sets"] >= 2
+        assert row["distinct_bytes"] == row["sets"] * case.set_keys * case.key_bytes
+
+
 def test_after_the_time_limit_cases_are_skipped_and_named() -> None:
     result = run(cases=CASES, limit_s=0.0)
     assert result["rows"] == []

@@ -27,22 +27,28 @@ SRC = ROOT / "src" / "splitkv"
 # ---- case 09: devices --------------------------------------------------------------------------------------
 
 
-def test_case_09_launches_go_to_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands round the launch of both launchers; tests/gpu has two real GPUs."""
-    pytest.importorskip("triton")
-    from splitkv.backends import rowwise, triton_launch
-
+def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """([the current device], every device that was made current), without a GPU."""
     current, entered = [0], []
 
     @contextlib.contextmanager
-    def device(wanted: torch.device) -> Iterator[None]:
-        before, current[0] = current[0], wanted.index
-        entered.append(wanted.index)
+    def device(wanted: torch.device | int) -> Iterator[None]:
+        before, current[0] = current[0], wanted if isinstance(wanted, int) else wanted.index
+        entered.append(current[0])
         yield
         current[0] = before
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", device)
+    return current, entered
+
+
+def test_case_09_launches_go_to_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands round the launch of both launchers; tests/gpu has two real GPUs."""
+    pytest.importorskip("triton")
+    from splitkv.backends import rowwise, triton_launch
+
+    current, entered = pretended_gpus(monkeypatch)
     for index in (0, 1, 3):
         tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))
         with triton_launch.on_device(tensor):  # type: ignore[arg-type]
@@ -56,6 +62,20 @@ def test_case_09_launches_go_to_the_tensors_device(monkeypatch: pytest.MonkeyPat
                   and "on_device" in ast.dump(block.items[0]) for n in ast.walk(block)}  # fmt: skip
         launches = [n for n in ast.walk(launch) if isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript)]
         assert launches and all(id(n) in inside for n in launches), module.__name__
+
+
+def test_case_09_cuda_launches_go_to_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from splitkv.backends.cuda_launch import CudaLaunch
+
+    current, entered = pretended_gpus(monkeypatch)
+    launched: list[tuple[int, int]] = []
+    monkeypatch.setattr(CudaLaunch, "_launch", lambda self, addresses, length: launched.append((current[0], length)))
+    for index in (0, 1, 3):
+        launch = object.__new__(CudaLaunch)
+        launch._device = index
+        launch((), 7)
+        assert launched.pop() == (index, 7) and current[0] == 0
+    assert entered == [1, 3], "the current device was set although it was right"
 
 
 @pytest.mark.parametrize(

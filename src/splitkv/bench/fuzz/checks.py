@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import splitkv
 
-from ...attention import plan_for
+from ...plan import DecodePlan, plan_decode
 from ...problem import DeviceSpec
 from .cases import Case, Geometry
 from .oracle import Truth, solve
@@ -116,8 +116,7 @@ def _launch(
 ) -> tuple[_Launched | None, str | None]:
     """(what was launched, why it was refused). Any other error than UnsupportedError is a failure: cases are legal."""
     case = started.case
-    planned = "auto" if backend == "cuda" else backend  # the same plan where cuda runs, and elsewhere it is refused
-    plan = plan_for(case.problem(geometry), torch.device(started.device), case.policy, planned)
+    plan = _plan(case, geometry, backend, started.device)
     call = Call(case, started.values, geometry, rows, plan.workspace_bytes, started.device)
     try:
         with Reserving(call):
@@ -143,6 +142,15 @@ def _launch(
 def _to_cpu(tensor: Tensor) -> Tensor:
     """A copy on the CPU, under way."""
     return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu", non_blocking=True)
+
+
+def _plan(case: Case, geometry: Geometry, backend: str, device: str) -> DecodePlan:
+    """The plan that the call will use, for its workspace; for backend cuda that of auto, which is the same where cuda
+    takes the call, and where it refuses is not needed."""
+    problem = case.problem(geometry)
+    if backend in ("auto", "cuda"):
+        return splitkv.DecodeAttention(problem, case.policy, device).plan
+    return plan_decode(problem, device_spec(device), case.policy, backend)
 
 
 @cache

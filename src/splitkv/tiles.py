@@ -158,7 +158,7 @@ def cuda_warp_keys(problem: DecodeProblem) -> int:
 
 
 def cuda_shared(problem: DecodeProblem, columns: int, device: DeviceSpec) -> tuple[int, int, int]:
-    """(stages of a warp's ring, columns joined at once, bytes): sizeof(Shared) of backends/cuda_split.cu, with as many
+    """(stages of a warp's ring, columns joined at once, bytes): sizeof(Shared) of backends/cuda_shape.cuh, with as many
     stages as let two blocks share an SM, or the two that are needed."""
     row_chunks = [dim * DTYPE_BYTES[problem.kv_dtype] // 16 for dim in (problem.head_dim, problem.v_head_dim)]
     stage = cuda_warp_keys(problem) * 16 * max(n | 1 if n % 8 else n for n in row_chunks) + 4

@@ -109,7 +109,7 @@ def test_a_kernel_that_does_not_compile_says_why() -> None:
 
 
 def test_arguments_have_the_size_that_the_kernels_expect() -> None:
-    source = cuda_build.COMMON.read_text()
+    source = Path(cuda_build.__file__).with_name("cuda_common.cuh").read_text()
     fields = source[source.index("struct Params {") : source.index("};", source.index("struct Params {"))]
     counts = {"*": 0, "i64": 0, "int": 0, "float": 0}
     for line in fields.splitlines()[1:]:

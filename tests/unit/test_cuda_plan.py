@@ -35,7 +35,7 @@ def taken(draw: st.DrawFn) -> tuple[DecodeProblem, int]:
 
 
 def shared_bytes(asked: DecodeProblem, columns: int, stages: int, joined: int) -> int:
-    """sizeof(Shared) of cuda_split.cu, field by field: ring, join, q, ml, exists."""
+    """sizeof(Shared) of cuda_shape.cuh, field by field: ring, join, q, ml, exists."""
 
     def pitch(chunks: int) -> int:  # 16-byte chunks between two rows: no two rows of eight in the same banks
         return chunks | 1 if chunks % 8 else chunks

@@ -15,7 +15,7 @@ SOURCES = sorted(
     path
     for folder in ("src", "tests", "tools", "examples")
     for path in (ROOT / folder).rglob("*")
-    if path.suffix in (".py", ".c", ".h")
+    if path.suffix in (".py", ".c", ".h", ".cu", ".cuh")
 )
 MOST_LINES = 450
 ENVIRONMENT = {"SPLITKV_POLICY", "SPLITKV_GQA_PACK", "SPLITKV_BACKEND", "SPLITKV_CHECK"}

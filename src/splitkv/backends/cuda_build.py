@@ -12,7 +12,11 @@ from typing import Any
 
 from .cache_files import cache_directory, write_whole
 
-COMMON = Path(__file__).with_name("cuda_common.cuh")
+SOURCES = {
+    "split": ("cuda_common.cuh", "cuda_shape.cuh", "cuda_load.cuh", "cuda_tile.cuh", "cuda_split.cu"),
+    "merge": ("cuda_common.cuh", "cuda_merge.cu"),
+}
+"""Files of each kernel, which are compiled as one."""
 OPTIONS = ("--std=c++17", "-fmad=false", "-default-device")
 
 
@@ -28,7 +32,7 @@ def compile_cubin(name: str, defines: Defines, capability: tuple[int, int]) -> b
     """
     from cuda.bindings import nvrtc
 
-    source = COMMON.read_text() + Path(__file__).with_name(f"cuda_{name}.cu").read_text()
+    source = "\n".join(Path(__file__).with_name(file).read_text() for file in SOURCES[name])
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *OPTIONS, *(f"-D{k}={v}" for k, v in defines)]
     version = _checked(nvrtc.nvrtcVersion())
     digest = hashlib.sha256(repr((source, options, version)).encode()).hexdigest()[:24]

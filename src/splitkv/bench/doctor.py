@@ -64,8 +64,10 @@ def choose() -> tuple[str, str, str]:
     backend, named = machine.default_backend(device)
     if named:
         return device, backend, "SPLITKV_BACKEND says so"
+    if backend == "cuda":
+        return device, backend, "PyTorch sees a CUDA GPU; f32 caches and large groups go to the Triton kernels"
     if device == "cuda":
-        return device, backend, "PyTorch sees a CUDA GPU, and tensors there go to the Triton kernels"
+        return device, backend, "PyTorch sees a CUDA GPU, and NVRTC is missing: pip install 'splitkv[gpu]'"
     return device, backend, "PyTorch sees no CUDA GPU, and tensors in main memory go to the CPU kernel"
 
 

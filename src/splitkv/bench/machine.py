@@ -167,9 +167,15 @@ class Neighbours:
 
 
 def default_backend(device: str) -> tuple[str, bool]:
-    """(name, from_environment): what backend="auto" takes for tensors on "cuda" or "cpu"."""
+    """(name, from_environment): what backend="auto" takes for a few 16-bit queries on "cuda" or "cpu"."""
     named = os.environ.get("SPLITKV_BACKEND", "auto").strip().lower()
-    return ("cpu" if device == "cpu" else "triton", False) if named == "auto" else (named, True)
+    if named != "auto":
+        return named, True
+    if device == "cpu":
+        return "cpu", False
+    from ..backends.cuda_build import available
+
+    return "cuda" if available() else "triton", False
 
 
 def output_of(command: list[str], cwd: Path | None = None) -> str | None:

@@ -114,7 +114,8 @@ def routes(options: RungOptions) -> dict[str, str]:
         num_q_heads, num_kv_heads = options.heads[0]
         rung = Rung(max(options.lengths), num_q_heads, num_kv_heads, kv_dtype, options.head_dim)
         plan = splitkv.DecodeAttention(rung.problem, device=options.device).plan
-        backend, named = machine.default_backend(options.device)
+        named_backend, named = machine.default_backend(options.device)
+        backend = named_backend if named else plan.backend
         lines[kv_dtype] = (
             f"backend {backend}{' (environment)' if named else ''}, "
             f"{plan.num_splits} splits of {plan.split_len} keys at {rung.seq_len}, "

@@ -173,9 +173,10 @@ def default_backend(device: str) -> tuple[str, bool]:
         return named, True
     if device == "cpu":
         return "cpu", False
-    from ..backends.cuda_build import available
+    import splitkv
 
-    return "cuda" if available() else "triton", False
+    problem = splitkv.DecodeProblem(1, 16, 4, 256, q_dtype="bf16", kv_dtype="bf16")
+    return splitkv.DecodeAttention(problem, device="cuda").plan.backend, False
 
 
 def output_of(command: list[str], cwd: Path | None = None) -> str | None:

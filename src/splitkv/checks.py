@@ -91,20 +91,20 @@ def check_inputs(
         v_scale=v_scale,
     )
     tensors |= {name: value for name, value in optional.items() if isinstance(value, Tensor)}
-    _check_devices(tensors)
+    check_devices(tensors)
     _check_dtypes(q, k_cache, v_cache)
     problem = _check_shapes(q, k_cache, v_cache, block_table)
     for name in ("q", "k_cache", "v_cache"):
-        _check_last_stride(name, tensors[name])
+        check_last_stride(name, tensors[name])
     if isinstance(seq_lens, Tensor):
         _check_vector("seq_lens", seq_lens, problem.batch, "batch", (torch.int32, torch.int64))
     else:
-        seq_lens = _integer("seq_lens", seq_lens, "an int or a torch.Tensor", problem.capacity)
+        seq_lens = as_integer("seq_lens", seq_lens, "an int or a torch.Tensor", problem.capacity)
     if starts is not None:
         _check_vector("starts", starts, problem.batch, "batch", (torch.int32,))
     if sinks is not None:
         _check_vector("sinks", sinks, problem.num_q_heads, "num_q_heads", (torch.float32,))
-    window = 0 if window is None else _integer("window", window, "an int")
+    window = 0 if window is None else as_integer("window", window, "an int")
     return DecodeInputs(
         problem=problem,
         q=q if q.ndim == 4 else q.unsqueeze(1),
@@ -118,8 +118,8 @@ def check_inputs(
         sinks=sinks,
         starts=starts,
         mask=_check_mask(mask, problem),
-        k_scale=_check_scale("k_scale", k_scale, problem.num_kv_heads),
-        v_scale=_check_scale("v_scale", v_scale, problem.num_kv_heads),
+        k_scale=check_scale("k_scale", k_scale, problem.num_kv_heads),
+        v_scale=check_scale("v_scale", v_scale, problem.num_kv_heads),
     )
 
 
@@ -134,8 +134,8 @@ def check_out(out: Tensor | None, q: Tensor, v_head_dim: int) -> None:
         raise TypeError(f"out: expected q's dtype {q.dtype}, got {out.dtype}")
     if tuple(out.shape) != expected:
         raise ValueError(f"out: expected shape {expected}, got {tuple(out.shape)}")
-    _check_devices({"q": q, "out": out})
-    _check_last_stride("out", out)
+    check_devices({"q": q, "out": out})
+    check_last_stride("out", out)
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ValueError(f"out: expected no stride of 0, got strides {out.stride()}")
 
@@ -146,7 +146,7 @@ def check_workspace(workspace: Tensor | None, needed: int, q: Tensor) -> None:
         return
     if not isinstance(workspace, Tensor):
         raise TypeError(f"workspace: expected a torch.Tensor, got {type(workspace).__name__}")
-    _check_devices({"q": q, "workspace": workspace})
+    check_devices({"q": q, "workspace": workspace})
     if workspace.ndim != 1:  # launchers cut it by bytes
         raise ValueError(f"workspace: expected a 1-D tensor, got shape {tuple(workspace.shape)}")
     if not workspace.is_contiguous():
@@ -169,7 +169,7 @@ def check_vector_layout(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_devices(tensors: dict[str, Tensor]) -> None:
+def check_devices(tensors: dict[str, Tensor]) -> None:
     devices = {tensor.device for tensor in tensors.values()}
     if len(devices) > 1:
         where = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
@@ -178,10 +178,10 @@ def _check_devices(tensors: dict[str, Tensor]) -> None:
 
 def _check_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     if q.dtype not in Q_DTYPES:
-        raise TypeError(f"q: expected dtype {_names(Q_DTYPES)}, got {q.dtype}")
+        raise TypeError(f"q: expected dtype {dtype_list(Q_DTYPES)}, got {q.dtype}")
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         if tensor.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{name}: expected dtype {_names(DTYPE_NAMES)}, got {tensor.dtype}")
+            raise TypeError(f"{name}: expected dtype {dtype_list(DTYPE_NAMES)}, got {tensor.dtype}")
     if k_cache.dtype != v_cache.dtype:
         raise TypeError(f"v_cache: expected k_cache's dtype {k_cache.dtype}, got {v_cache.dtype}")
 
@@ -207,7 +207,7 @@ def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tens
         raise ValueError(f"k_cache: expected q's head_dim {head_dim}, got {k_cache.shape[3]}")
     if num_q_heads < 1 or num_kv_heads < 1 or num_q_heads % num_kv_heads:
         raise ValueError(f"q: expected a multiple of {num_kv_heads} KV heads, got {num_q_heads} query heads")
-    _check_head_dims(head_dim, v_head_dim)
+    check_head_dims(head_dim, v_head_dim)
     if not 1 <= q_len <= MAX_Q_LEN:
         raise UnsupportedError(f"q: supported q_len is 1 to {MAX_Q_LEN}, got {q_len}")
     page_size = None
@@ -235,7 +235,7 @@ def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tens
     )
 
 
-def _check_head_dims(head_dim: int, v_head_dim: int) -> None:
+def check_head_dims(head_dim: int, v_head_dim: int) -> None:
     if (head_dim, v_head_dim) == LATENT_HEAD_DIMS:
         return
     for name, size in (("k_cache", head_dim), ("v_cache", v_head_dim)):
@@ -254,11 +254,11 @@ def _check_table(block_table: Tensor, batch: int) -> int:
         raise TypeError(f"block_table: expected dtype torch.int32, got {block_table.dtype}")
     if block_table.ndim != 2 or block_table.shape[0] != batch:
         raise ValueError(f"block_table: expected shape [{batch}, max_pages], got {tuple(block_table.shape)}")
-    _check_last_stride("block_table", block_table)
+    check_last_stride("block_table", block_table)
     return block_table.shape[1]
 
 
-def _check_last_stride(name: str, tensor: Tensor) -> None:
+def check_last_stride(name: str, tensor: Tensor) -> None:
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: expected the last dimension contiguous (stride 1), got strides {tensor.stride()}")
 
@@ -267,13 +267,13 @@ def _check_vector(name: str, tensor: Tensor, size: int, meaning: str, dtypes: tu
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
-        raise TypeError(f"{name}: expected dtype {_names(dtypes)}, got {tensor.dtype}")
+        raise TypeError(f"{name}: expected dtype {dtype_list(dtypes)}, got {tensor.dtype}")
     if tuple(tensor.shape) != (size,):
         raise ValueError(f"{name}: expected shape ({size},), one per {meaning}, got {tuple(tensor.shape)}")
-    _check_last_stride(name, tensor)
+    check_last_stride(name, tensor)
 
 
-def _integer(name: str, value: Any, kinds: str, capacity: int | None = None) -> int:
+def as_integer(name: str, value: Any, kinds: str, capacity: int | None = None) -> int:
     """An int of at least 0, numpy's too. No tensor: reading its value would wait for the GPU."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: expected {kinds}, got {type(value).__name__}")
@@ -304,7 +304,7 @@ def _check_mask(mask: Tensor | None, problem: DecodeProblem) -> Tensor | None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask: expected a torch.Tensor, got {type(mask).__name__}")
     if mask.dtype not in MASK_DTYPES:
-        raise TypeError(f"mask: expected dtype {_names(MASK_DTYPES)}, got {mask.dtype}")
+        raise TypeError(f"mask: expected dtype {dtype_list(MASK_DTYPES)}, got {mask.dtype}")
     full = (problem.batch, problem.num_q_heads, problem.q_len, problem.capacity)
     try:
         return mask.expand(full)
@@ -312,7 +312,7 @@ def _check_mask(mask: Tensor | None, problem: DecodeProblem) -> Tensor | None:
         raise ValueError(f"mask: expected a shape broadcastable to {full}, got {tuple(mask.shape)}") from None
 
 
-def _check_scale(name: str, scale: Tensor | float | None, num_kv_heads: int) -> Tensor | float:
+def check_scale(name: str, scale: Tensor | float | None, num_kv_heads: int) -> Tensor | float:
     """1.0, a float, or a float32 tensor of one value per KV head (a 0-d tensor repeats by stride 0)."""
     if scale is None:
         return 1.0
@@ -326,5 +326,5 @@ def _check_scale(name: str, scale: Tensor | float | None, num_kv_heads: int) -> 
     return scale.reshape(-1).expand(num_kv_heads)
 
 
-def _names(dtypes: Any) -> str:
+def dtype_list(dtypes: Any) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -22,6 +22,7 @@ from .problem import DTYPE_BYTES, DecodeProblem, DeviceSpec
 from .tiles import (
     CUDA_BLOCKS_PER_SM,
     TileConfig,
+    cuda_splits_per_block,
     cuda_tile,
     most_splits_per_block,
     runs_on_cuda,
@@ -165,12 +166,8 @@ def _plan(
     on_cuda = backend in ("auto", "cuda") and runs_on_cuda(problem, rows, device)
     if backend == "cuda" and not on_cuda:
         raise ValueError(f"backend: cuda takes 16-bit products and up to 16 query vectors per KV head, got {problem}")
-    if on_cuda:
-        tile = cuda_tile(problem, rows, device)
-        max_run, target_units = _cuda_schedule(problem, device, tile, max_splits)
-    else:
-        tile = tile_config(problem, rows, device)
-        max_run, target_units = _schedule(problem, device, rule, tile, max_splits)
+    tile = (cuda_tile if on_cuda else tile_config)(problem, rows, device)
+    max_run, target_units = _schedule(problem, device, rule, tile, max_splits, on_cuda)
     return DecodePlan(
         problem=problem,
         device=device,
@@ -190,24 +187,17 @@ def _plan(
 
 
 def _schedule(
-    problem: DecodeProblem, device: DeviceSpec, rule: SplitRule, tile: TileConfig, max_splits: int
+    problem: DecodeProblem, device: DeviceSpec, rule: SplitRule, tile: TileConfig, max_splits: int, on_cuda: bool
 ) -> tuple[int, int]:
-    """(max_run, target_units). Runs need tiles that end where splits end, and pay only under load."""
+    """(max_run, target_units). Runs pay only under load, and on Triton need tiles that end where splits end."""
     heads = 1 if device.is_cpu else problem.num_kv_heads
-    target_units = ceil_div(UNITS_PER_SM * max(device.sm_count, 1), heads)
-    if rule.quantum % tile.block_n or problem.batch * max_splits <= target_units:
-        return 1, target_units
-    return most_splits_per_block(tile, problem), target_units
-
-
-def _cuda_schedule(problem: DecodeProblem, device: DeviceSpec, tile: TileConfig, max_splits: int) -> tuple[int, int]:
-    """(max_run, target_units) of backend cuda. A run of sixteen keeps one more part in registers than one of four, for
-    which fp8 at large heads and two tiles of columns have no room."""
-    target_units = ceil_div(CUDA_UNITS_PER_SM * device.sm_count, problem.num_kv_heads)
+    units_per_sm = CUDA_UNITS_PER_SM if on_cuda else UNITS_PER_SM
+    target_units = ceil_div(units_per_sm * max(device.sm_count, 1), heads)
     if problem.batch * max_splits <= target_units:
         return 1, target_units
-    wide = problem.kv_dtype.startswith("fp8") and max(problem.head_dim, problem.v_head_dim) > 128
-    return 4 if wide or tile.block_m > 8 else 16, target_units
+    if on_cuda:
+        return cuda_splits_per_block(tile, problem), target_units
+    return 1 if rule.quantum % tile.block_n else most_splits_per_block(tile, problem), target_units
 
 
 def _max_units(batch: int, max_splits: int, max_run: int, target_units: int) -> int:

@@ -124,12 +124,12 @@ RATIO_ROUNDED_DOWN = Fault(patch=_ratio_rounded_down)  # 27
 
 
 def _one_head_size(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checks, "_check_head_dims", lambda head_dim, v_head_dim: None)
+    patch.setattr(checks, "check_head_dims", lambda head_dim, v_head_dim: None)
 
 
 HEAD_SIZES_NOT_CHECKED = Fault(patch=_one_head_size)  # 22
 DEVICES_NOT_COMPARED = Fault(  # 09: only q, K and V are
-    patch=lambda patch: patch.setattr(checks, "_check_devices", partial(_some_devices, checks._check_devices))
+    patch=lambda patch: patch.setattr(checks, "check_devices", partial(_some_devices, checks.check_devices))
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def test_a_cache_that_cannot_be_written_costs_a_compilation(
 ) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(cpu_build.tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "tempdir", None)
     assert load_library().path.parent.name.startswith("splitkv-")
 
 

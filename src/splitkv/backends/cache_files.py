@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -21,12 +23,14 @@ def cache_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="splitkv-"))
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that no reader ever sees half of it."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` to write, which takes its place at the end: no reader ever sees half of it. It is
+    removed where the block fails. Raises OSError."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=".tmp")
+    os.close(handle)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
+        yield Path(temporary)
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)

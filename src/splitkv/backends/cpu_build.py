@@ -12,11 +12,10 @@ import os
 import platform
 import shlex
 import subprocess
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cache_files import cache_directory
+from .cache_files import cache_directory, whole_file
 
 SOURCE = Path(__file__).with_name("cpu_kernel.c")
 HEADERS = ("cpu_call.h", "cpu_rows.h", "cpu_tile.h", "cpu_tree.h", "cpu_vec.h")
@@ -111,21 +110,15 @@ def _processor() -> tuple[str, ...]:
 
 def _compile(command: list[str], flags: tuple[str, ...], path: Path) -> str:
     """Compile into `path`, whole or not at all. Returns what went wrong, or nothing."""
-    temporary = ""
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=".tmp")
-        os.close(handle)
-        arguments = [*command, *BASE_FLAGS, *flags, "-o", temporary, str(SOURCE), "-lm"]
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
-        if done.returncode:
-            return f"{shlex.join([*command, *flags])} failed: {_first_error(done.stderr)}"
-        os.replace(temporary, path)
+        with whole_file(path) as temporary:
+            arguments = [*command, *BASE_FLAGS, *flags, "-o", str(temporary), str(SOURCE), "-lm"]
+            subprocess.run(arguments, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=True)
         return ""
+    except subprocess.CalledProcessError as error:
+        return f"{shlex.join([*command, *flags])} failed: {_first_error(error.stderr)}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{shlex.join([*command, *flags])} failed: {error}"
-    finally:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
 
 
 def _first_error(text: str) -> str:

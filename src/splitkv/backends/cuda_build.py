@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .cache_files import cache_directory, write_whole
+from .cache_files import cache_directory, whole_file
 
 SOURCES = {
     "split": ("cuda_common.cuh", "cuda_shape.cuh", "cuda_load.cuh", "cuda_tile.cuh", "cuda_split.cu"),
@@ -18,7 +18,6 @@ SOURCES = {
 }
 """Files of each kernel, which are compiled as one."""
 OPTIONS = ("--std=c++17", "-fmad=false", "-default-device")
-
 
 Defines = tuple[tuple[str, int], ...]
 Kernel = Any
@@ -52,7 +51,8 @@ def compile_cubin(name: str, defines: Defines, capability: tuple[int, int]) -> b
         _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    write_whole(path, cubin)
+    with whole_file(path) as temporary:
+        temporary.write_bytes(cubin)
     return cubin
 
 

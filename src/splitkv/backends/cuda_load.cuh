@@ -39,6 +39,8 @@ struct Item {
         n_begin = (int)begin;
         n_end = (int)min(begin + (i64)cut.run * split_len, (i64)hi);
     }
+
+    __device__ __forceinline__ int split_end(int begin) const { return (int)min((i64)begin + split_len, (i64)n_end); }
 };
 
 // A warp's loads, stage after stage: K of a tile, then V of it, ahead of the products.
@@ -59,7 +61,7 @@ struct Loader {
     }
 
     __device__ __forceinline__ void enter_split(const Params& p, int begin) {
-        split_end = (int)min((i64)begin + item.split_len, (i64)item.n_end);
+        split_end = item.split_end(begin);
         n = begin + (threadIdx.x >> 5) * BK;
         if (PAGED) next_page = read_page(p, n);
     }

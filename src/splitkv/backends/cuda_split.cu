@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
     for (;;) {
         if (ahead == 0 && !entered) {
             queries.put(shared);
-            split_end = (int)min((i64)item.n_begin + item.split_len, (i64)item.n_end);
+            split_end = item.split_end(item.n_begin);
             n = item.n_begin + warp * BK;
 #if MAX_RUN > 1
             four.clear();
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
 #endif
             if (!end) {
                 n = split_end + warp * BK;
-                split_end = (int)min((i64)split_end + item.split_len, (i64)item.n_end);
+                split_end = item.split_end(split_end);
                 continue;
             }
 #if MAX_RUN > 4

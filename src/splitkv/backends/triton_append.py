@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_launch import on_device, steps
+from .launching import on_device, steps
 
 TILE_ELEMENTS = 2048
 """Elements of K (or V) that a block of four warps moves at once: 16 in each thread."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .attention_command import EXAMPLE, attention
-from .commands import Json, fail, usage
-from .record import command_line, provenance, require_writable, to_json, write_record
+from .commands import Commit, Dirty, Json, Out, deliver, fail, usage
+from .record import command_line, provenance, require_writable
 
 if TYPE_CHECKING:
     from .fuzz.cases import Case
@@ -24,13 +22,6 @@ bench_app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-
-
-Out = Annotated[Path | None, typer.Option(help="Also write the result to this JSON file.")]
-Commit = Annotated[str | None, typer.Option(help="Source commit, where there is no git history.")]
-Dirty = Annotated[
-    bool | None, typer.Option("--dirty/--clean", help="Whether that source was changed. Default: unknown.")
-]
 
 
 @bench_app.callback()
@@ -82,19 +73,12 @@ def fuzz(
         return
     from .fuzz.report import fuzz_report
     from .fuzz.run import run_fuzz
-    from .render import console, plain, progress_bar
+    from .render import console, progress_bar
 
     command = command_line("bench fuzz", {**options.as_command(), "out": out})
     with progress_bar("fuzz") as progress:
         result = run_fuzz(options, source, command=command, progress=progress)
-    if out is not None:
-        write_record(out, result)
-    if json:
-        sys.stdout.write(to_json(result))
-    else:
-        fuzz_report(result, console())
-        if out is not None:
-            plain(console(), f"wrote {out}")
+    deliver(result, out, json, lambda result: fuzz_report(result, console()))
     if not result["passed"]:
         raise typer.Exit(1)
 

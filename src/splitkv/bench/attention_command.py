@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .commands import Json, deliver, fail, usage
+from .commands import Commit, Dirty, Json, Out, deliver, fail, usage
 from .record import command_line, provenance, require_writable, to_json
 
 EXAMPLE = 'Example: splitkv bench attention --cases "table|ragged" --with splitkv,sdpa-cudnn,fa3 --out attention.json'
@@ -30,12 +29,10 @@ def attention(
     ] = False,
     limit_s: Annotated[float | None, typer.Option(min=1, help="Begin no case after this many seconds.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**30, help="Seed of the random keys and values.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Also write the result to this JSON file.")] = None,
+    out: Out = None,
     json: Json = False,
-    commit: Annotated[str | None, typer.Option(help="Source commit, where there is no git history.")] = None,
-    dirty: Annotated[
-        bool | None, typer.Option("--dirty/--clean", help="Whether that source was changed. Default: unknown.")
-    ] = None,
+    commit: Commit = None,
+    dirty: Dirty = None,
 ) -> None:
     """Time decode attention against every library that is installed.
 

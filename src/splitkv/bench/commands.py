@@ -28,6 +28,11 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Out = Annotated[Path | None, typer.Option(help="Also write the result to this JSON file.")]
+Commit = Annotated[str | None, typer.Option(help="Source commit, where there is no git history.")]
+Dirty = Annotated[
+    bool | None, typer.Option("--dirty/--clean", help="Whether that source was changed. Default: unknown.")
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -87,13 +92,10 @@ def rungs(
         typer.Option("--full/--quick", help="All 54 rungs, or 9 of them. Default: full on a GPU."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**30, help="Seed of the random keys and values.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Also write the result to this JSON file.")] = None,
+    out: Out = None,
     json: Json = False,
-    commit: Annotated[str | None, typer.Option(help="Source commit, where there is no git history.")] = None,
-    dirty: Annotated[
-        bool | None,
-        typer.Option("--dirty/--clean", help="Whether that source was changed. Default: unknown."),
-    ] = None,
+    commit: Commit = None,
+    dirty: Dirty = None,
 ) -> None:
     """Prove and time decode attention at every context, on a GPU or a CPU.
 

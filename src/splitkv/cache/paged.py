@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import _integer
+from ..checks import as_integer
 from ..device_checks import capturing
 from .pages import PagePool
 from .storage import KVCache, size
@@ -86,7 +86,7 @@ class PagedKVCache(KVCache):
         this is also where a shared, partly filled last page is copied, so both rows reserve before they go on. Raises
         TypeError, ValueError (more than a row's capacity), MemoryError, RuntimeError.
         """
-        row, tokens = self._row(row), _integer("tokens", tokens, "an int")
+        row, tokens = self._row(row), as_integer("tokens", tokens, "an int")
         self._refuse_capture("reserve")
         before, begins = self._state(row), row not in self._pool.rows
         copy = self._pool.reserve(row, tokens)
@@ -116,7 +116,7 @@ class PagedKVCache(KVCache):
         Raises ValueError (src is free or shorter, dst is in use), RuntimeError.
         """
         src, dst = self._row(src, "src"), self._row(dst, "dst")
-        tokens = _integer("tokens", tokens, "an int")
+        tokens = as_integer("tokens", tokens, "an int")
         self._refuse_capture("share_prefix")
         self._pool.row(src, "src")
         held = int(self.seq_lens[src])

@@ -16,12 +16,12 @@ from torch import Tensor
 from ..checks import (
     DTYPE_NAMES,
     Q_DTYPES,
-    _check_devices,
-    _check_head_dims,
-    _check_last_stride,
-    _check_scale,
-    _integer,
-    _names,
+    as_integer,
+    check_devices,
+    check_head_dims,
+    check_last_stride,
+    check_scale,
+    dtype_list,
 )
 from ..device_checks import capturing, checks_wanted
 from .store import store
@@ -32,7 +32,7 @@ MAX_INT32 = 2**31 - 1
 
 def size(name: str, value: Any) -> int:
     """A whole number from 1 to what an int32 holds: lengths and page ids are int32."""
-    number = _integer(name, value, "an int")
+    number = as_integer(name, value, "an int")
     if not 1 <= number <= MAX_INT32:
         raise ValueError(f"{name}: expected 1..{MAX_INT32}, got {value}")
     return number
@@ -68,9 +68,9 @@ class KVCache:
         self.batch, self.capacity = size("batch", batch), size("capacity", capacity)
         self.num_kv_heads, self.head_dim = size("num_kv_heads", num_kv_heads), size("head_dim", head_dim)
         self.v_head_dim = self.head_dim if v_head_dim is None else size("v_head_dim", v_head_dim)
-        _check_head_dims(self.head_dim, self.v_head_dim)
+        check_head_dims(self.head_dim, self.v_head_dim)
         if dtype not in DTYPE_NAMES:
-            raise TypeError(f"dtype: expected {_names(DTYPE_NAMES)}, got {dtype}")
+            raise TypeError(f"dtype: expected {dtype_list(DTYPE_NAMES)}, got {dtype}")
         if not isinstance(check, bool):
             raise TypeError(f"check: expected a bool, got {type(check).__name__}")
         self.dtype, self.check = dtype, check
@@ -114,7 +114,7 @@ class KVCache:
             raise ValueError(f"k: expected {'' if rows is None else 'up to '}{self.batch} rows, got {given}")
         rows = None if rows is None else self._indices("rows", rows, given, self.batch - 1)
         lens = None if lens is None else self._indices("lens", lens, given, n)
-        _check_devices({"k": k, "v": v, "seq_lens": self.seq_lens})
+        check_devices({"k": k, "v": v, "seq_lens": self.seq_lens})
         if not torch.compiler.is_compiling() and (
             (self.check and not capturing(self.device)) or checks_wanted(self.device)
         ):
@@ -155,10 +155,10 @@ class KVCache:
                     f"length: expected an int, or with row None int32 of shape ({self.batch},), got {length.dtype} of "
                     f"shape {tuple(length.shape)} with row {row}"
                 )
-            _check_devices({"length": length, "seq_lens": self.seq_lens})
+            check_devices({"length": length, "seq_lens": self.seq_lens})
             torch.minimum(self.seq_lens, length, out=self.seq_lens).clamp_(min=0)
             return
-        (self.seq_lens if row is None else self.seq_lens[row]).clamp_(max=_integer("length", length, "an int"))
+        (self.seq_lens if row is None else self.seq_lens[row]).clamp_(max=as_integer("length", length, "an int"))
 
     def reset(self, rows: Iterable[int] | None = None) -> None:
         """Empty these rows (default: all); see `truncate`."""
@@ -189,9 +189,9 @@ class KVCache:
 
     def _divisor(self, name: str, scale: Tensor | float) -> Tensor | float:
         """As the append functions take it: a float, or a contiguous f32 per KV head."""
-        checked = _check_scale(name, scale, self.num_kv_heads)
+        checked = check_scale(name, scale, self.num_kv_heads)
         if isinstance(checked, Tensor):
-            _check_devices({name: checked, "seq_lens": self.seq_lens})
+            check_devices({name: checked, "seq_lens": self.seq_lens})
             return checked.contiguous()
         if checked <= 0.0:
             raise ValueError(f"{name}: expected a scale above 0, got {scale}")
@@ -201,29 +201,29 @@ class KVCache:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
         if tensor.dtype not in Q_DTYPES:
-            raise TypeError(f"{name}: expected dtype {_names(Q_DTYPES)}, got {tensor.dtype}")
+            raise TypeError(f"{name}: expected dtype {dtype_list(Q_DTYPES)}, got {tensor.dtype}")
         if tensor.ndim not in (3, 4) or tensor.shape[-2:] != (self.num_kv_heads, dim):
             raise ValueError(
                 f"{name}: expected [rows, n, {self.num_kv_heads}, {dim}] (n may be left out for 1), got shape "
                 f"{tuple(tensor.shape)}"
             )
-        _check_last_stride(name, tensor)
+        check_last_stride(name, tensor)
         return tensor if tensor.ndim == 4 else tensor.unsqueeze(1)
 
     def _indices(self, name: str, values: Tensor | Iterable[int], size: int, largest: int) -> Tensor:
         """rows or lens on the device. Ints are checked, as the host knows them; a tensor's values are the device's."""
         if isinstance(values, Tensor):
             if values.dtype not in INDEX_DTYPES:
-                raise TypeError(f"{name}: expected dtype {_names(INDEX_DTYPES)}, got {values.dtype}")
+                raise TypeError(f"{name}: expected dtype {dtype_list(INDEX_DTYPES)}, got {values.dtype}")
             if values.shape != (size,):
                 raise ValueError(f"{name}: expected shape ({size},), one for each of k's, got {tuple(values.shape)}")
-            _check_devices({name: values, "seq_lens": self.seq_lens})
+            check_devices({name: values, "seq_lens": self.seq_lens})
             return values.contiguous()
         if capturing(self.device):
             raise RuntimeError(f"{name}: expected a tensor on {self.device} in a CUDA graph's capture, got ints")
         if not isinstance(values, Iterable):
             raise TypeError(f"{name}: expected ints or a torch.Tensor, got {type(values).__name__}")
-        numbers = [_integer(name, value, "ints or a torch.Tensor") for value in values]
+        numbers = [as_integer(name, value, "ints or a torch.Tensor") for value in values]
         if len(numbers) != size:
             raise ValueError(f"{name}: expected {size} ints, one for each of k's rows, got {len(numbers)}")
         if any(number > largest for number in numbers):

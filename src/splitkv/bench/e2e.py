@@ -332,7 +332,7 @@ class _Run:
         logits = decoder.decode(first, split)
         finite = bool(logits.isfinite().all())
         reference = model.references.get(depth)
-        if reference is not None and reference.shape == logits.shape:
+        if reference is not None and where["kv_dtype"] != REFERENCE and reference.shape == logits.shape:
             self.parity.append(
                 {"geometry": model.name, **where, "depth": depth, "against": REFERENCE}
                 | {"cache": model.prompt.label(depth), **logits_difference(logits, reference)}

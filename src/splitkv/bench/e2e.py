@@ -30,11 +30,11 @@ from ..problem import MAX_CONTEXT
 from . import machine, record
 from .e2e_checks import Runs, audit_flips, logits_difference
 from .e2e_model import Prompt, fill, first_tokens, make_prompt, prompt_stops, random_weights, rewind
-from .e2e_timing import METHOD, decoded_tokens, profile_steps, run_length, step_times
+from .e2e_timing import METHOD, first_run, profile_steps, run_length, step_times
 from .failures import DeviceBroken, require_working_device, short_reason
 from .fitting import attention_workspace
 from .roofline import Bandwidth, read_bandwidth
-from .timing import COLD_MULTIPLE, Timing, noisy, rejection, summarise
+from .timing import COLD_MULTIPLE, noisy, rejection, summarise
 
 SCHEMA = "splitkv.e2e.v1"
 OURS, UNSPLIT = "splitkv", "splitkv-unsplit"
@@ -45,8 +45,9 @@ CONTENDERS = {
 POLICIES = {OURS: "auto", UNSPLIT: "pinned(1)"}
 ACTIVATIONS = {"cuda": "bf16", "cpu": "f32"}
 BUDGET_S = {"cuda": {OURS: 0.8, UNSPLIT: 0.4}, "cpu": {OURS: 3.0, UNSPLIT: 1.0}}
-"""Seconds of samples of one contender and row; unsplit attention may take so long that one sample must do."""
-LEAST_SAMPLES = {OURS: 3, UNSPLIT: 1}
+"""Seconds of samples of one contender and row."""
+LEAST_SAMPLES = {OURS: 3, UNSPLIT: 0}
+"""Unsplit attention may take so long that the run for its tokens must do."""
 ATTEMPTS = 2
 REFERENCE = "f32"
 """KV dtype that the others' logits are compared with."""
@@ -338,21 +339,26 @@ class _Run:
                 | {"cache": model.prompt.label(depth), **logits_difference(logits, reference)}
             )
         begin = {name: partial(_begin, loop, model.prompt, first, depth) for name, loop in loops.items()}
-        tokens = {name: decoded_tokens(loop, begin[name]) for name, loop in loops.items()}
-        runs = Runs(first, tokens[OURS], tokens[UNSPLIT])
-        flips = audit_flips(decoder, split, unsplit, runs, partial(rewind, split, model.prompt, depth))
+        runs = {name: first_run(loop, begin[name]) for name, loop in loops.items()}
+        both = Runs(first, runs[OURS][0], runs[UNSPLIT][0])
+        flips = audit_flips(decoder, split, unsplit, both, partial(rewind, split, model.prompt, depth))
         for name, loop in loops.items():
             row = {"geometry": model.name, "weights": self.activations, "depth": depth, **where, "contender": name}
             row |= {"policy": POLICIES[name], "num_splits": loop.state.attention.plan.num_splits}
-            row |= {"cache": model.prompt.label(depth), **self._time(loop, begin[name], name, depth)}
-            row["repeats_tokens"] = bool(torch.equal(loop.tokens, tokens[name][-1]))
-            row["distinct_tokens"] = int(tokens[name].unique().numel())
+            tokens, expect_us = runs[name]
+            row |= {"cache": model.prompt.label(depth), **self._time(loop, begin[name], name, depth, expect_us)}
+            row["repeats_tokens"] = bool(torch.equal(loop.tokens, tokens[-1])) if row["samples"] else None
+            row["distinct_tokens"] = int(tokens.unique().numel())
             row["tokens_identical"], row["flips"] = not flips, flips
             explained = all(flip["explained"] for flip in flips)
-            row["passed"] = finite and explained and row["repeats_tokens"] and row["timing_rejected"] is None
+            row["passed"] = (
+                finite and explained and row["repeats_tokens"] is not False and row["ms_per_token"] is not None
+            )
             self.rows.append(row)
 
-    def _time(self, loop: DecodeLoop, begin: Callable[[], None], name: str, depth: int) -> dict[str, Any]:
+    def _time(
+        self, loop: DecodeLoop, begin: Callable[[], None], name: str, depth: int, expect_us: float
+    ) -> dict[str, Any]:
         """The times of a row, and the bytes and floor beside them."""
         device, decoder, batch = self.options.device, loop.decoder, loop.state.batch
         read = {
@@ -364,17 +370,17 @@ class _Run:
         floor_ms = bytes_read / self.bandwidth.bytes_per_s * 1e3
         cold = bytes_read >= COLD_MULTIPLE * machine.cache_bytes(device)
         for _ in range(ATTEMPTS):
-            samples = step_times(loop, begin, BUDGET_S[device][name], LEAST_SAMPLES[name])
-            reason = rejection(samples, bytes_read, self.bandwidth.bytes_per_s, device, cold)
+            samples = step_times(loop, begin, BUDGET_S[device][name], LEAST_SAMPLES[name], expect_us)
+            timing = summarise(samples or [expect_us])
+            reason = rejection(samples or [expect_us], bytes_read, self.bandwidth.bytes_per_s, device, cold)
             if reason is None:
                 break
-        timing: Timing = summarise(samples)
         ms = timing.median_us / 1e3
         return {
             "ms_per_token": ms if reason is None else None,
             "ms_p20": timing.p20_us / 1e3,
             "ms_p80": timing.p80_us / 1e3,
-            "samples": timing.samples,
+            "samples": len(samples),
             "steps_per_sample": run_length(device) - 1,
             "noisy": noisy(timing, device),
             "timing_rejected": reason,

@@ -152,7 +152,7 @@ def _why(row: Mapping[str, Any]) -> str:
     """What a row failed."""
     if row["timing_rejected"]:
         return str(row["timing_rejected"])
-    if not row["repeats_tokens"]:
+    if row["repeats_tokens"] is False:
         return "a second run gave other tokens"
     if not all(flip["explained"] for flip in row["flips"]):
         return "split and unsplit attention gave different tokens, by more than their errors against float64"

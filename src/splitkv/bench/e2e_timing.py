@@ -34,43 +34,50 @@ def run_length(device: str) -> int:
 
 
 @torch.no_grad()
-def decoded_tokens(loop: DecodeLoop, begin: Callable[[], None]) -> Tensor:
-    """[steps, batch] int64 on the device: the tokens of one untimed run. begin: puts rows back to their depth."""
+def first_run(loop: DecodeLoop, begin: Callable[[], None]) -> tuple[Tensor, float]:
+    """Tokens [steps, batch] int64 on the device of one run, and the mean microseconds of its steps, in which they are
+    also copied away: a launch more per step than in `step_times`. begin: puts rows back to their depth."""
     begin()
     steps = run_length(loop.decoder.device.type)
     tokens = torch.empty((steps, *loop.tokens.shape), dtype=loop.tokens.dtype, device=loop.tokens.device)
-    for kept in tokens:
+    left = iter(tokens)
+
+    def step() -> None:
         loop.step()
-        kept.copy_(loop.tokens)
-    loop.finish()
-    return tokens
+        next(left).copy_(loop.tokens)
+
+    return tokens, _sample(loop, step)
 
 
-def step_times(loop: DecodeLoop, begin: Callable[[], None], budget_s: float, least: int) -> list[float]:
-    """Mean microseconds per step of each sample: `least` samples, and more while another fits into the budget."""
+def step_times(
+    loop: DecodeLoop, begin: Callable[[], None], budget_s: float, least: int, expect_us: float
+) -> list[float]:
+    """Mean microseconds per step of each sample: `least` samples, and more while they fit into the budget.
+
+    expect_us: of a step, from `first_run`. Empty where `least` is 0 and not one fits.
+    """
     device = loop.decoder.device.type
-    samples: list[float] = []
-    for _ in range(MOST_SAMPLES[device]):
-        spent_s = run_length(device) * sum(samples) / 1e6
-        if len(samples) >= least and spent_s * (len(samples) + 1) > budget_s * len(samples):
-            break
+    fitting = int(budget_s / (run_length(device) * expect_us / 1e6))
+    samples = []
+    for _ in range(min(max(fitting, least), MOST_SAMPLES[device])):
         begin()
-        samples.append(_sample(loop, STEPS[device]))
+        samples.append(_sample(loop, loop.step))
     return samples
 
 
-def _sample(loop: DecodeLoop, steps: int) -> float:
+def _sample(loop: DecodeLoop, step: Callable[[], None]) -> float:
+    steps = STEPS[loop.decoder.device.type]
     for _ in range(LEAD_IN):
-        loop.step()
+        step()
     if loop.decoder.device.type == "cpu":
         start_s = time.perf_counter()
         for _ in range(steps):
-            loop.step()
+            step()
         return (time.perf_counter() - start_s) / steps * 1e6
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(steps):
-        loop.step()
+        step()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / steps * 1e3

@@ -11,11 +11,9 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import splitkv
 
@@ -24,33 +22,17 @@ from ..cache.models import model_from_config
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..models.geometries import geometry_config
-from ..models.loop import DecodeLoop
-from ..models.state import DecodeState, torch_dtype
-from ..problem import MAX_CONTEXT
+from ..models.state import torch_dtype
 from . import machine, record
-from .e2e_checks import Runs, audit_flips, logits_difference
-from .e2e_model import Prompt, fill, first_tokens, make_prompt, prompt_stops, random_weights, rewind
-from .e2e_timing import METHOD, first_run, profile_steps, run_length, step_times
+from .e2e_model import make_prompt, prompt_stops, random_weights
+from .e2e_rows import CONTENDERS, OURS, REFERENCE, Combination, Model, reference_logits
+from .e2e_timing import METHOD, run_length
 from .failures import DeviceBroken, require_working_device, short_reason
 from .fitting import attention_workspace
 from .roofline import Bandwidth, read_bandwidth
-from .timing import COLD_MULTIPLE, noisy, rejection, summarise
 
 SCHEMA = "splitkv.e2e.v1"
-OURS, UNSPLIT = "splitkv", "splitkv-unsplit"
-CONTENDERS = {
-    OURS: "the decoder of splitkv.models, attention split by policy auto",
-    UNSPLIT: "the same step, attention in one split per row and KV head, policy pinned(1)",
-}
-POLICIES = {OURS: "auto", UNSPLIT: "pinned(1)"}
 ACTIVATIONS = {"cuda": "bf16", "cpu": "f32"}
-BUDGET_S = {"cuda": {OURS: 0.8, UNSPLIT: 0.4}, "cpu": {OURS: 3.0, UNSPLIT: 1.0}}
-"""Seconds of samples of one contender and row."""
-LEAST_SAMPLES = {OURS: 3, UNSPLIT: 0}
-"""Unsplit attention may take so long that the run for its tokens must do."""
-ATTEMPTS = 2
-REFERENCE = "f32"
-"""KV dtype that the others' logits are compared with."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -97,7 +79,7 @@ def run_e2e(
             run.failed(failure, name)
         finally:
             _release()
-    rows = sorted(run.rows, key=run.order)
+    rows, parity, profiles = (sorted(found, key=run.order) for found in (run.rows, run.parity, run.profiles))
     return result | {
         "contenders": CONTENDERS,
         "seed": options.seed,
@@ -109,8 +91,8 @@ def run_e2e(
         "failed_rows": sum(not row["passed"] for row in rows) + run.failures,
         "geometries": run.geometries,
         "not_measured": run.not_measured,
-        "kv_parity": run.parity,
-        "profiles": run.profiles,
+        "kv_parity": parity,
+        "profiles": profiles,
         "rows": rows,
     }
 
@@ -120,18 +102,6 @@ def _release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-@dataclass(frozen=True)
-class _Model:
-    """A geometry with its weights and prompt."""
-
-    name: str
-    geometry: ModelGeometry
-    decoder: Decoder
-    prompt: Prompt
-    references: dict[int, Tensor]
-    """Logits over f32 keys and values after one step from each depth."""
 
 
 class _Run:
@@ -159,7 +129,7 @@ class _Run:
         """Where a row stands in the result."""
         options = self.options
         place = options.geometries.index(row["geometry"]), row["batch"], options.kv_dtypes.index(row["kv_dtype"])
-        return *place, row["depth"], list(CONTENDERS).index(row["contender"])
+        return *place, row["depth"], list(CONTENDERS).index(row.get("contender", OURS))
 
     def report(self, text: str) -> None:
         options = self.options
@@ -217,9 +187,9 @@ class _Run:
             "prefill_s": prompt.seconds,
             "setup_s": time.perf_counter() - start,
         }
-        model = _Model(name, geometry, decoder, prompt, {})
+        model = Model(name, self.activations, decoder, prompt, {})
         smallest = min(batch for _, batch in depths)
-        self._references(model, smallest, depths)
+        self._references(model, geometry, smallest, depths)
         for (kv_dtype, batch), found in depths.items():
             where = {"kv_dtype": kv_dtype, "batch": batch}
             if reason := self.late():
@@ -272,127 +242,40 @@ class _Run:
         )
         return None if plan.fits else plan.arithmetic
 
-    def _state(self, model: _Model, kv_dtype: str, batch: int, depths: tuple[int, ...]) -> DecodeState:
-        capacity = min(max(depths) + run_length(self.options.device), MAX_CONTEXT)
-        decoder = model.decoder
-        return DecodeState(decoder.config, batch, capacity, kv_dtype, decoder.dtype, decoder.device)
-
-    def _references(self, model: _Model, batch: int, depths: dict[tuple[str, int], tuple[int, ...]]) -> None:
+    def _references(
+        self, model: Model, geometry: ModelGeometry, batch: int, depths: dict[tuple[str, int], tuple[int, ...]]
+    ) -> None:
         """Fill model.references, at the depths where f32 keys and values fit."""
         wanted = sorted({depth for (_, rows), found in depths.items() if rows == batch for depth in found})
         config = model.decoder.config
-        unweighted = replace(model.geometry, weights_bytes=0)  # those are allocated by now
+        unweighted = replace(geometry, weights_bytes=0)  # those are allocated by now
         fitting = tuple(d for d in wanted if self._refusal(config, unweighted, REFERENCE, batch, d) is None)
         for depth in sorted(set(wanted) - set(fitting)):
-            self.leave_out(model.name, "f32 keys and values do not fit", kv_parity="f32", depth=depth)
+            self.leave_out(model.name, "f32 keys and values do not fit", kv_parity=REFERENCE, depth=depth)
         if not fitting:
             return
         self.report(f"{model.name}: logits over f32 keys and values")
         try:
-            state = self._state(model, REFERENCE, batch, fitting)
-            fill(state, model.prompt, self.options.seed)
-            first = first_tokens(batch, config.vocab_size, model.decoder.device)
-            for depth in reversed(fitting):
-                rewind(state, model.prompt, depth)
-                model.references[depth] = model.decoder.decode(first, state)
+            model.references.update(reference_logits(model, batch, fitting, self.options.seed))
         except Exception as failure:
-            self.failed(failure, model.name, kv_parity="f32")
+            self.failed(failure, model.name, kv_parity=REFERENCE)
+        finally:
+            _release()
 
-    # ---- one KV dtype and batch ----------------------------------------------------------------------------
-
-    def _combination(self, model: _Model, kv_dtype: str, batch: int, depths: tuple[int, ...]) -> None:
-        options, decoder = self.options, model.decoder
+    def _combination(self, model: Model, kv_dtype: str, batch: int, depths: tuple[int, ...]) -> None:
+        """Every depth of one KV dtype and batch, deepest first."""
         where = {"kv_dtype": kv_dtype, "batch": batch}
-        self.report(f"{model.name}: {kv_dtype} KV, batch {batch}: capture")
-        split = self._state(model, kv_dtype, batch, depths)
-        unsplit = split.with_attention(splitkv.DecodeAttention(split.problem, POLICIES[UNSPLIT], decoder.device))
-        loops = {OURS: DecodeLoop(decoder, split), UNSPLIT: DecodeLoop(decoder, unsplit)}
-        self.report(f"{model.name}: {kv_dtype} KV, batch {batch}: random keys and values")
-        fill(split, model.prompt, options.seed)  # after the captures, whose warm-up writes to the caches
-        first = first_tokens(batch, decoder.config.vocab_size, decoder.device)
+        label = f"{model.name}: {kv_dtype} KV, batch {batch}"
+        self.report(f"{label}: capture")
+        bench = Combination(model, kv_dtype, batch, max(depths), self.options.seed)
         for depth in reversed(depths):
             if reason := self.late():
                 self.leave_out(model.name, reason, **where, depth=depth)
                 continue
-            self.report(f"{model.name}: {kv_dtype} KV, batch {batch}, depth {depth}")
-            self._depth(model, loops, first, depth, where)
-            wants = options.profile and not any(
-                p["geometry"] == model.name and p["depth"] == depth for p in self.profiles
-            )
-            if wants and depth in (depths[0], depths[-1]):
-                found = profile_steps(loops[OURS], partial(_begin, loops[OURS], model.prompt, first, depth))
-                step_us = (self.rows[-len(loops)]["ms_per_token"] or 0) * 1e3
-                self.profiles.append({"geometry": model.name, "depth": depth, **where, "step_us": step_us, **found})
-
-    def _depth(
-        self, model: _Model, loops: dict[str, DecodeLoop], first: Tensor, depth: int, where: dict[str, Any]
-    ) -> None:
-        """Logits against the reference, tokens of both contenders, and their rows."""
-        decoder, split, unsplit = model.decoder, loops[OURS].state, loops[UNSPLIT].state
-        rewind(split, model.prompt, depth)
-        logits = decoder.decode(first, split)
-        finite = bool(logits.isfinite().all())
-        reference = model.references.get(depth)
-        if reference is not None and where["kv_dtype"] != REFERENCE and reference.shape == logits.shape:
-            self.parity.append(
-                {"geometry": model.name, **where, "depth": depth, "against": REFERENCE}
-                | {"cache": model.prompt.label(depth), **logits_difference(logits, reference)}
-            )
-        begin = {name: partial(_begin, loop, model.prompt, first, depth) for name, loop in loops.items()}
-        runs = {name: first_run(loop, begin[name]) for name, loop in loops.items()}
-        both = Runs(first, runs[OURS][0], runs[UNSPLIT][0])
-        flips = audit_flips(decoder, split, unsplit, both, partial(rewind, split, model.prompt, depth))
-        for name, loop in loops.items():
-            row = {"geometry": model.name, "weights": self.activations, "depth": depth, **where, "contender": name}
-            row |= {"policy": POLICIES[name], "num_splits": loop.state.attention.plan.num_splits}
-            tokens, expect_us = runs[name]
-            row |= {"cache": model.prompt.label(depth), **self._time(loop, begin[name], name, depth, expect_us)}
-            row["repeats_tokens"] = bool(torch.equal(loop.tokens, tokens[-1])) if row["samples"] else None
-            row["distinct_tokens"] = int(tokens.unique().numel())
-            row["tokens_identical"], row["flips"] = not flips, flips
-            explained = all(flip["explained"] for flip in flips)
-            row["passed"] = (
-                finite and explained and row["repeats_tokens"] is not False and row["ms_per_token"] is not None
-            )
-            self.rows.append(row)
-
-    def _time(
-        self, loop: DecodeLoop, begin: Callable[[], None], name: str, depth: int, expect_us: float
-    ) -> dict[str, Any]:
-        """The times of a row, and the bytes and floor beside them."""
-        device, decoder, batch = self.options.device, loop.decoder, loop.state.batch
-        read = {
-            "weights": decoder.bytes_per_step(),
-            "embedding_rows": 0 if decoder.config.tied else batch * decoder.config.hidden_size * decoder.dtype.itemsize,
-            "kv_and_states": loop.state.bytes_per_step(depth + run_length(device) // 2),
-        }
-        bytes_read = sum(read.values())
-        floor_ms = bytes_read / self.bandwidth.bytes_per_s * 1e3
-        cold = bytes_read >= COLD_MULTIPLE * machine.cache_bytes(device)
-        for _ in range(ATTEMPTS):
-            samples = step_times(loop, begin, BUDGET_S[device][name], LEAST_SAMPLES[name], expect_us)
-            timing = summarise(samples or [expect_us])
-            reason = rejection(samples or [expect_us], bytes_read, self.bandwidth.bytes_per_s, device, cold)
-            if reason is None:
-                break
-        ms = timing.median_us / 1e3
-        return {
-            "ms_per_token": ms if reason is None else None,
-            "ms_p20": timing.p20_us / 1e3,
-            "ms_p80": timing.p80_us / 1e3,
-            "samples": len(samples),
-            "steps_per_sample": run_length(device) - 1,
-            "noisy": noisy(timing, device),
-            "timing_rejected": reason,
-            "tokens_s": batch * 1e3 / ms if reason is None else None,
-            "floor_ms": floor_ms,
-            "percent_of_floor": 100 * floor_ms / ms if reason is None else None,
-            "bytes_per_step": read,
-        }
-
-
-@torch.no_grad()
-def _begin(loop: DecodeLoop, prompt: Prompt, first: Tensor, depth: int) -> None:
-    """Put a loop's rows back to their depth and their first tokens."""
-    rewind(loop.state, prompt, depth)
-    loop.tokens.copy_(first)
+            self.report(f"{label}, depth {depth}")
+            rows, parity = bench.measure(depth, self.bandwidth)
+            self.rows += rows
+            self.parity += parity
+            seen = {(profile["geometry"], profile["depth"]) for profile in self.profiles}
+            if self.options.profile and depth in (depths[0], depths[-1]) and (model.name, depth) not in seen:
+                self.profiles.append(bench.profile(depth) | {"step_us": (rows[0]["ms_per_token"] or 0) * 1e3})

@@ -73,7 +73,9 @@ def run_e2e(
         try:
             run.geometry(name)
         except DeviceBroken as error:
-            run.leave_out(name, str(error))
+            run.failures += 1
+            for left in options.geometries[options.geometries.index(name) :]:
+                run.leave_out(left, str(error))
             break
         except Exception as failure:  # the other geometries must not go with it
             run.failed(failure, name)

@@ -10,9 +10,9 @@ import pytest
 
 from splitkv.bench import e2e, e2e_rows, e2e_timing, machine, record
 from splitkv.bench.e2e import E2eOptions, run_e2e
-from splitkv.bench.e2e_rows import OURS, UNSPLIT
 from splitkv.bench.failures import DeviceBroken
 from splitkv.bench.roofline import Bandwidth
+from splitkv.bench.summary import OURS, UNSPLIT
 
 TINY = {
     "model_type": "qwen3_5_text", "vocab_size": 500, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,

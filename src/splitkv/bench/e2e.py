@@ -25,11 +25,12 @@ from ..models.geometries import geometry_config
 from ..models.state import torch_dtype
 from . import machine, record
 from .e2e_model import make_prompt, prompt_stops, random_weights
-from .e2e_rows import CONTENDERS, OURS, REFERENCE, Combination, Model, reference_logits
+from .e2e_rows import CONTENDERS, REFERENCE, Combination, Model, reference_logits
 from .e2e_timing import METHOD, run_length
 from .failures import DeviceBroken, require_working_device, short_reason
 from .fitting import attention_workspace
 from .roofline import Bandwidth, read_bandwidth
+from .summary import OURS
 
 SCHEMA = "splitkv.e2e.v1"
 ACTIVATIONS = {"cuda": "bf16", "cpu": "f32"}

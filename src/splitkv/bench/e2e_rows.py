@@ -20,9 +20,9 @@ from .e2e_checks import Runs, audit_flips, logits_difference
 from .e2e_model import Prompt, fill, first_tokens, rewind
 from .e2e_timing import first_run, profile_steps, run_length, step_times
 from .roofline import Bandwidth
+from .summary import OURS, UNSPLIT
 from .timing import COLD_MULTIPLE, noisy, rejection, summarise
 
-OURS, UNSPLIT = "splitkv", "splitkv-unsplit"
 CONTENDERS = {
     OURS: "the decoder of splitkv.models, attention split by policy auto",
     UNSPLIT: "the same step, attention in one split per row and KV head, policy pinned(1)",

@@ -93,7 +93,7 @@ def panels(count: int, columns: int = 3, size: tuple[float, float] = PANEL) -> t
     return figure, axes[:count]
 
 
-def _log_x(axes: Any, keys: Sequence[float]) -> None:
+def log_keys(axes: Any, keys: Sequence[float]) -> None:
     """A logarithmic axis that names the lengths measured, as far as there is room."""
     axes.set_xscale("log", base=2)
     shown: list[float] = []
@@ -211,7 +211,7 @@ def share_against_length(series: dict[str, list[Row]], colours: Colours) -> Figu
 
 
 def _length_panel(ax: Any, rows: Sequence[Row], title: str) -> None:
-    _log_x(ax, [row["seq_len"] for row in rows])
+    log_keys(ax, [row["seq_len"] for row in rows])
     ax.set_title(title, loc="left")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from .plots import BLUE, GREY, INK, QUIET, keys_text, log_keys, panels, styled
+from .plots import BLUE, GREY, INK, QUIET, keys_text, log_keys, log_time, panels, styled
 from .summary import OURS, UNSPLIT
 
 Row = Mapping[str, Any]
@@ -75,11 +75,7 @@ def steps(series: Mapping[str, Sequence[Row]]) -> Figure:
                 elif part:
                     labelled["in one split"] = line
         log_keys(ax, [row["depth"] for row in rows])
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        ax.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
-        ax.tick_params(axis="y", which="minor", labelsize=7)
-        ax.set_ylabel("ms per step")
+        log_time(ax, "ms per step")
         ax.set_title(title, loc="left")
     figure.legend(labelled.values(), labelled, loc="outside upper center", ncols=len(labelled))
     return figure

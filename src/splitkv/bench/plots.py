@@ -106,7 +106,7 @@ def log_keys(axes: Any, keys: Sequence[float]) -> None:
     axes.set_xlabel("keys per row")
 
 
-def _log_us(axes: Any, label: str) -> None:
+def log_time(axes: Any, label: str) -> None:
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     if high < NARROW * low:
@@ -190,7 +190,7 @@ def _log_panels(
             labelled[name] = ax.plot(*_points(rows, bound), **BOUND_LINES[name])[0]
         labelled = {**_curves(ax, rows, colours, value), **labelled}
         _length_panel(ax, rows, title)
-        _log_us(ax, label)
+        log_time(ax, label)
     _legend(figure, labelled)
     return figure
 

@@ -179,14 +179,14 @@ def test_the_attentions_beside_ours_agree_with_it(decoder: Decoder, prompt: Prom
     state = filled(decoder, prompt)
     first = first_tokens(2, 1000, decoder.device)
     logits = []
-    for way in (state, attended_by(state, attend)):
+    for way in (state, attended_by(state, OtherAttention(attend))):
         rewind(way, prompt, 150)
         logits.append(decoder.decode(first, way))
     assert 0 <= float((logits[0] - logits[1]).abs().max()) < bound
 
 
 def test_other_attention_refuses_what_it_does_not_know(decoder: Decoder, prompt: Prompt) -> None:
-    other = attended_by(filled(decoder, prompt), exact_attention).attention
+    other = attended_by(filled(decoder, prompt), OtherAttention(exact_attention)).attention
     q, k = torch.zeros(2, 4, 32), torch.zeros(2, 8, 2, 32)
     with pytest.raises(ValueError, match="options: expected .* got {'softcap': 5.0}"):
         other.run(q, k, k, torch.tensor([8, 8]), softcap=5.0, sinks=None, k_scale=1.0)
@@ -208,7 +208,7 @@ def test_other_attention_is_the_reference(attend: Any, window: int | None, scale
 def audited(decoder: Decoder, prompt: Prompt, disturbance: float) -> list[dict[str, Any]]:
     """The audit of a run whose unsplit attention is off by that much."""
     split = filled(decoder, prompt)
-    unsplit = split.with_attention(Disturbed(split.attention, disturbance))  # type: ignore[arg-type]
+    unsplit = attended_by(split, Disturbed(split.attention, disturbance))  # type: ignore[arg-type]
     first = first_tokens(2, 1000, decoder.device)
     runs = Runs(first, decoded(decoder, split, prompt, 150), decoded(decoder, unsplit, prompt, 150))
     return audit_flips(decoder, split, unsplit, runs, partial(rewind, split, prompt, 150))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -55,9 +56,11 @@ class OtherAttention:
         return self._attend(q, k_cache[:, held], v_cache[:, held], scale)
 
 
-def attended_by(state: DecodeState, attend: Attend) -> DecodeState:
-    """The same memory, attended to by another function."""
-    return state.with_attention(cast(splitkv.DecodeAttention, OtherAttention(attend)))
+def attended_by(state: DecodeState, attention: splitkv.DecodeAttention | OtherAttention) -> DecodeState:
+    """The same memory, rows and lengths, attended to by another policy or otherwise."""
+    other = copy(state)
+    other.attention = cast(splitkv.DecodeAttention, attention)
+    return other
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ def audit_flips(
     if not flips:
         return []
     states = {"split": split, "unsplit": unsplit}
-    states |= {"plain": attended_by(split, plain_attention), "float64": attended_by(split, exact_attention)}
+    others = {"plain": plain_attention, "float64": exact_attention}
+    states |= {name: attended_by(split, OtherAttention(attend)) for name, attend in others.items()}
     logits = {name: _logits_at(decoder, state, runs, flips, begin) for name, state in states.items()}
     entries = []
     for number, (row, step) in enumerate(flips):

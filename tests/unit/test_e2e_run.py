@@ -243,7 +243,7 @@ def test_other_tokens_without_splitting_fail_both_rows(tiny: str, monkeypatch: p
     result = run(tiny, depths=(300,), kv_dtypes=("f16",), batches=(1,))
     assert result["failed_rows"] == 2
     for row in result["rows"]:
-        assert not row["tokens_identical"] and not row["passed"] and not row["flips"][0]["explained"]
+        assert not row["tokens_identical"] and not row["passed"] and row["flips"][0]["explained"] is False
 
 
 # ---- samples -----------------------------------------------------------------------------------------------

@@ -34,17 +34,18 @@ class Tile:
     prefetch: bool = False
 
 
-ONE_ROW = Tile(rows=4, columns=1024)
-ONE_ROW_PAIRED = Tile(rows=2, columns=1024)
-FEW_ROWS = Tile(rows=32, columns=256, stages=4)
-FEW_ROWS_PAIRED = Tile(rows=32, columns=128, stages=4)
+def tile_for(rows: int, size: int, columns: int, paired: bool) -> Tile:
+    """For `rows` of the input, and weights of [size, columns], or twice as many where paired."""
+    if rows == 1:
+        return Tile(rows=2 if paired else 4, columns=1024)
+    return Tile(rows=32, columns=128 if paired else 256, stages=4)
 
 
 @triton.jit
 def load_tile(rows, is_row, k, columns):
-    """Past the L1 cache, which so keeps the input for all blocks of a multiprocessor."""
+    """First to leave the L1 cache, which so keeps the input for all blocks of a multiprocessor."""
     mask = is_row[:, None] & (k < columns)[None, :]
-    return tl.load(rows[:, None] + k[None, :], mask=mask, other=0, cache_modifier=".cg", eviction_policy="evict_first")
+    return tl.load(rows[:, None] + k[None, :], mask=mask, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -203,18 +204,17 @@ def product(
     """
     rows, columns = x.shape
     size = out.shape[1]
+    tile = tile or tile_for(rows, size, columns, paired)
     given = dict(x=x, weight=weight, bias=weight if bias is None else bias, out=out, size=size, columns=columns)
     given |= dict(x_stride=x.stride(0) if rows > 1 else 0, out_stride=out.stride(0) if rows > 1 else 0)
     flags: dict[str, Any] = dict(BIAS=bias is not None, ADD=add, PAIRED=paired)
     if rows == 1:
-        tile = tile or (ONE_ROW_PAIRED if paired else ONE_ROW)
         if norm is not None:
             factor = norm[0]
         given |= dict(factor=weight if factor is None else factor, factor_stride=0, eps=norm[1] if norm else 0.0)
         flags |= dict(NORM=norm is not None, FACTOR=factor is not None)
         kernel, grid = vector_kernel, (triton.cdiv(size, tile.rows), 1)
     else:
-        tile = tile or (FEW_ROWS_PAIRED if paired else FEW_ROWS)
         given["count"] = rows
         flags["BLOCK_M"] = MOST_ROWS
         kernel, grid = rows_kernel, (triton.cdiv(size, tile.rows),)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from compiled import Usage, _Recorder, compile_kernel
 
 from splitkv import ContiguousKVCache, DeviceSpec
-from splitkv.models import delta_kernels, place_kernels, product_kernels, step_kernels
+from splitkv.models import delta_kernels, place_kernels, product_kernels, sampling_kernels, step_kernels
 from splitkv.models.config import DeltaNet
 from splitkv.models.delta_net import NORM_EPS
 
@@ -124,3 +124,12 @@ def test_between_products(name: str, device: str, compiled: Callable[..., Usage]
     usage = compiled(device, step_kernels, name, LAUNCHES[name])
     # Cosines of large angles take a table on the stack, and no registers are spilled to it.
     assert usage.spilled_bytes <= (40 if name == "begin_kernel" else 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["blocks_kernel", "rows_kernel"])
+def test_argmax(name: str, device: str, compiled: Callable[..., Usage], monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in {"blocks_kernel", "rows_kernel"} - {name}:
+        monkeypatch.setattr(sampling_kernels, other, _Recorder())
+    logits = tensor(2, 248320, dtype=F32)
+    assert compiled(device, sampling_kernels, name, lambda: sampling_kernels.argmax(logits)).spilled_bytes == 0

@@ -26,8 +26,8 @@ REFUSED = -1
 """What a rank says to the others instead of its fields when its own arguments are wrong, so that none waits for it."""
 SLOT_BYTES = 16
 """What one rank sends is a multiple of this."""
-all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-"""Its name from PyTorch 2.13 on, and before; None in builds without torch.distributed, which the constructor refuses."""
+all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+"""Its name from PyTorch 2.13 on, and before; None where torch was built without it, which the constructor refuses."""
 LONGEST = 2**30
 """A window of more keys hides none, and would leave 32 bits."""
 

@@ -133,7 +133,7 @@ def test_values_are_checked_without_false_alarms(group: None, monkeypatch: pytes
         (2, {"later_keys": int32([1])}, ValueError, r"later_keys: expected shape \(2,\), one per batch, got \(1,\)"),
         (2, {"later_keys": int32([1, 1], "meta")}, ValueError, "later_keys: expected device cpu, got meta"),
         (2, {"later_keys": 0, "mask": torch.ones(64, dtype=torch.bool)}, UnsupportedError, "mask: .*q_len 1, got"),
-        (None, {"q": torch.zeros(2, 8, 16)}, ValueError, "run: expected tensors of DecodeProblem.* on cpu, got .*heads=8"),
+        (None, {"q": torch.zeros(2, 8, 16)}, ValueError, "run: expected tensors of DecodeProblem.*, got .*heads=8"),
         (None, {"sinks": torch.zeros(3)}, ValueError, r"sinks: expected shape \(4,\), one per num_q_heads, got \(3,\)"),
         (None, {"window": -1}, ValueError, "window: expected at least 0, got -1"),
         (None, {"out": torch.zeros(2, 4, 32)}, ValueError, r"out: expected shape \(2, 4, 16\)"),

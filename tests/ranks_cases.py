@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from helpers import int32, make_inputs, page_order, to_pages
+from helpers import assert_parity, int32, make_inputs, page_order, to_pages
 from torch import Tensor
 
-from splitkv import DecodeProblem
+from splitkv import DecodeProblem, decode_attention, reference_attention
 from splitkv.checks import DTYPE_NAMES
 from splitkv.ranks import RankAttention
 
@@ -113,7 +113,7 @@ def fixed_cases(ranks: int) -> list[RankCase]:
 
     last, first = (0,) * ranks, (200,) * ranks
     ragged = ((0, *(7 * r for r in range(1, ranks)), 211), (0, *(200 + r for r in range(1, ranks)), 207))
-    cases = [
+    return [
         RankCase("even", cut(300, 301)),
         RankCase("ragged", (*ragged, (0,) * (ranks + 1)), sinks=True),
         RankCase("an empty rank", ((*last, 90), (0, *first))),
@@ -139,7 +139,6 @@ def fixed_cases(ranks: int) -> list[RankCase]:
         RankCase("bf16 queries", cut(300, 20), dtype=torch.bfloat16, q_len=5, window=140),
         RankCase("fp8 with scales", cut(300, 20), dtype=torch.float16, kv_dtype=torch.float8_e4m3fn, scales=True),
     ]
-    return cases
 
 
 def random_case(ranks: int, seed: int) -> RankCase:
@@ -201,7 +200,7 @@ def faults(rank: int, device: str) -> dict[str, str]:
     return told
 
 
-def run_rank(rank: int, ranks: int, folder: str, device_type: str, random_cases: int) -> None:
+def run_rank(rank: int, ranks: int, folder: str, device_type: str, cases: list[RankCase]) -> None:
     """The body of one process."""
     torch.set_num_threads(1)
     device = f"cuda:{rank}" if device_type == "cuda" else "cpu"
@@ -211,9 +210,24 @@ def run_rank(rank: int, ranks: int, folder: str, device_type: str, random_cases:
         "nccl" if device_type == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
     try:
-        for case in [*fixed_cases(ranks), *(random_case(ranks, seed) for seed in range(random_cases))]:
+        for case in cases:
             out, lse = (tensor.float().cpu().numpy() for tensor in answer(case, rank, device))
             np.savez(Path(folder) / file_name(case, rank), out=out, lse=lse)
         (Path(folder) / f"faults.{rank}.json").write_text(json.dumps(faults(rank, device)))
     finally:
         dist.destroy_process_group()
+
+
+def check(case: RankCase, ranks: int, folder: Path) -> None:
+    """Every rank's answer is the same, and it is that of float64 and of one process on the CPU."""
+    q, k, v, options = case.whole()
+    answers = []
+    for rank in range(ranks):
+        with np.load(folder / file_name(case, rank)) as file:
+            answers.append((torch.from_numpy(file["out"]), torch.from_numpy(file["lse"])))
+    out, lse = answers[0]
+    for rank, other in enumerate(answers):
+        assert torch.equal(other[0], out) and torch.equal(other[1], lse), f"rank {rank} has another answer than rank 0"
+    lens = int32(case.lens)
+    assert_parity((out.to(case.dtype), lse), reference_attention(q, k, v, lens, return_lse=True, **options))
+    assert_parity((out.to(case.dtype), lse), decode_attention(q, k, v, lens, return_lse=True, **options))

@@ -8,20 +8,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from helpers import INF, assert_parity, int32, make_inputs
-from ranks_cases import RankCase, file_name, fixed_cases, random_case, run_rank
+from ranks_cases import check, fixed_cases, random_case, run_rank
 from torch import Tensor
 
-from splitkv import DecodeProblem, UnsupportedError, decode_attention, reference_attention
+from splitkv import DecodeProblem, UnsupportedError, reference_attention
 from splitkv.ranks import RankAttention, part_of
 
 RANKS = (2, 3)
-RANDOM = 40
+RANDOM = 30
 
 
 @pytest.fixture(scope="module")
@@ -30,24 +29,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     folders = {}
     for ranks in RANKS:
         folders[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
-        torch.multiprocessing.spawn(run_rank, (ranks, str(folders[ranks]), "cpu", RANDOM), nprocs=ranks)
+        cases = [*fixed_cases(ranks), *(random_case(ranks, seed) for seed in range(RANDOM))]
+        torch.multiprocessing.spawn(run_rank, (ranks, str(folders[ranks]), "cpu", cases), nprocs=ranks)
     return folders
-
-
-def check(case: RankCase, ranks: int, folder: Path) -> None:
-    q, k, v, options = case.whole()
-    answers = []
-    for rank in range(ranks):
-        with np.load(folder / file_name(case, rank)) as file:
-            answers.append((torch.from_numpy(file["out"]), torch.from_numpy(file["lse"])))
-    out, lse = answers[0]
-    for rank, other in enumerate(answers):
-        assert torch.equal(other[0], out) and torch.equal(other[1], lse), f"rank {rank} has another answer than rank 0"
-    lens = int32(case.lens)
-    want = reference_attention(q, k, v, lens, return_lse=True, **options)
-    assert_parity((out.to(case.dtype), lse), want)
-    alone = decode_attention(q, k, v, lens, return_lse=True, **options)
-    assert_parity((out.to(case.dtype), lse), alone)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

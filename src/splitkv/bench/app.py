@@ -8,6 +8,8 @@ import typer
 
 from .attention_command import EXAMPLE, attention
 from .commands import Commit, Dirty, Json, Out, deliver, fail, usage
+from .ranks_command import EXAMPLE as RANKS_EXAMPLE
+from .ranks_command import ranks
 from .record import command_line, provenance, require_writable
 
 if TYPE_CHECKING:
@@ -104,3 +106,4 @@ def _run_one(case: Case, options: FuzzOptions, shrink: bool) -> None:
 
 
 bench_app.command(epilog=EXAMPLE)(attention)
+bench_app.command(epilog=RANKS_EXAMPLE)(ranks)

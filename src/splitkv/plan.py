@@ -17,7 +17,16 @@ import os
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .policy import PACK_VARIABLE, SplitPolicy, SplitRule, ceil_div, packs_gqa, parse_switch, resolve_policy
+from .policy import (
+    PACK_VARIABLE,
+    SplitPolicy,
+    SplitRule,
+    ceil_div,
+    packs_gqa,
+    parse_switch,
+    resolve_backend,
+    resolve_policy,
+)
 from .problem import DTYPE_BYTES, DecodeProblem, DeviceSpec
 from .tiles import (
     CUDA_BLOCKS_PER_SM,
@@ -157,12 +166,13 @@ def plan_decode(
     problem: DecodeProblem, device: DeviceSpec, policy: str | SplitPolicy = "auto", backend: str = "auto"
 ) -> DecodePlan:
     """The plan for a problem on a device. SPLITKV_POLICY overrides `policy`; SPLITKV_GQA_PACK=0 gives every query
-    head blocks of its own. backend: auto takes cuda where it can run, else triton (on a CPU: cpu); any other name
-    plans for that backend. Raises ValueError where backend cuda cannot take the problem."""
+    head blocks of its own. backend: auto takes SPLITKV_BACKEND where that is set, else cuda where it can run, else
+    triton (on a CPU: cpu); any other name plans for that backend. Calls on this machine use the plan of
+    DeviceSpec.current(). Raises ValueError where backend cuda cannot take the problem."""
     chosen, from_environment = resolve_policy(policy)
     wanted = parse_switch(os.environ.get(PACK_VARIABLE, ""), declared=True)
     packed = packs_gqa(problem.num_q_heads, problem.num_kv_heads, problem.head_dim, enabled=wanted)
-    return _plan(problem, device, chosen, from_environment, packed, backend)
+    return _plan(problem, device, chosen, from_environment, packed, resolve_backend(backend))
 
 
 @lru_cache(maxsize=4096)
@@ -175,7 +185,12 @@ def _plan(
     rows = problem.rows_per_kv_head if packed else problem.q_len
     on_cuda = backend in ("auto", "cuda") and runs_on_cuda(problem, rows, device)
     if backend == "cuda" and not on_cuda:
-        raise ValueError(f"backend: cuda takes 16-bit products and up to 16 query vectors per KV head, got {problem}")
+        able = "16-bit products and up to 16 query vectors per KV head"
+        raise ValueError(
+            f"backend: cuda takes {able}, got {problem}"
+            if device.compiles_cuda
+            else f"backend: cuda expects cuda-bindings and NVRTC, which {device.name} has not"
+        )
     tile = (cuda_tile if on_cuda else tile_config)(problem, rows, device)
     max_run, target_units = _schedule(problem, device, rule, tile, max_splits, on_cuda)
     return DecodePlan(

@@ -136,11 +136,12 @@ BLOCK_RESERVE_BYTES = KIB
 def runs_on_cuda(problem: DecodeProblem, rows: int, device: DeviceSpec) -> bool:
     """Whether backend "cuda" takes blocks of `rows` query vectors of one KV head: 16-bit products, and one tile of
     eight columns, or two up to head_dim 128. More would spill (tests/kernels/test_cuda_compile.py). It follows from the
-    geometry and the architecture alone, as the two backends round differently."""
+    geometry, the architecture and the installation alone, as the two backends round differently."""
     dims = max(problem.head_dim, problem.v_head_dim)
     most = CUDA_COLUMNS if dims > 128 else 2 * CUDA_COLUMNS
     compute = compute_dtype(problem.q_dtype, problem.kv_dtype)
-    return device.capability >= CUDA_CAPABILITY and compute != "f32" and dims <= CUDA_MAX_DIM and 0 < rows <= most
+    able = device.compiles_cuda and device.capability >= CUDA_CAPABILITY
+    return able and compute != "f32" and dims <= CUDA_MAX_DIM and 0 < rows <= most
 
 
 def cuda_tile(problem: DecodeProblem, rows: int, device: DeviceSpec) -> TileConfig:

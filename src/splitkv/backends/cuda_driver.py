@@ -27,7 +27,7 @@ class Launches:
         self._configs = [config for config, _ in kernels]  # they own what the addresses below point to
         self._kernels = [(int(config.getPtr()), int(function)) for config, function in kernels]
         self._params = ctypes.create_string_buffer(params, len(params))
-        self._pointers = (ctypes.c_int64 * pointers).from_buffer(self._params)
+        self._pointers: Any = (ctypes.c_int64 * pointers).from_buffer(self._params)
         self._length = ctypes.c_int32.from_buffer(self._params, length_at)
         self._to_params = ctypes.c_void_p(ctypes.addressof(self._params))
         self._address = ctypes.addressof(self._to_params)

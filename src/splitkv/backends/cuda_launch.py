@@ -88,7 +88,10 @@ class CudaLaunch:
             ("WIDE_LENS", int(wide_lens)),
         )
         columns = plan.tile.block_m
-        stages, joined, self._shared_bytes = cuda_shared(problem, columns, plan.device)
+        schedule = plan.schedule
+        stages, joined, self._shared_bytes = cuda_shared(
+            problem, columns, plan.device, schedule.blocks_per_sm, schedule.more_stages
+        )
         self._split: Defines = (
             *common,
             ("D", problem.head_dim),

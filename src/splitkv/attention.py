@@ -16,6 +16,7 @@ from .policy import SplitPolicy
 from .prepared import BACKEND_VARIABLE, INTERPRET_VARIABLE, NO_KEY, CallMemo, FirstCall, call_key
 from .problem import DecodeProblem, DeviceSpec
 from .tiles import compute_dtype
+from .tuning import Schedule
 
 FP8_CAPABILITY = (8, 9)
 MAX_GRID_ROWS = 65_535  # CUDA's limit on a grid's third dimension
@@ -203,7 +204,11 @@ def _check_cuda(problem: DecodeProblem, device: torch.device) -> None:
 
 
 def plan_for(
-    problem: DecodeProblem, device: torch.device, policy: str | SplitPolicy, backend: str = "auto"
+    problem: DecodeProblem,
+    device: torch.device,
+    policy: str | SplitPolicy,
+    backend: str = "auto",
+    schedule: Schedule | None = None,
 ) -> DecodePlan:
     """The plan that a call on this device and backend uses. Raises TypeError, ValueError (no such policy)."""
     if not isinstance(policy, (str, SplitPolicy)):
@@ -215,7 +220,7 @@ def plan_for(
         )
     if backend == "auto" and device.type == "cuda":
         backend = _gpu_backend(problem, device)
-    return plan_decode(problem, _device_spec(device), policy, backend)
+    return plan_decode(problem, _device_spec(device), policy, backend, schedule)
 
 
 @cache

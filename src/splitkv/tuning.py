@@ -73,8 +73,8 @@ class Range:
     capacity: Interval
 
     def __post_init__(self) -> None:
-        if self.backend not in ("cuda", "triton"):
-            raise ValueError(f"backend: expected cuda or triton, got {self.backend!r}")
+        if self.backend not in DEFAULTS:
+            raise ValueError(f"backend: expected one of {', '.join(DEFAULTS)}, got {self.backend!r}")
         if type(self.kv_bytes) is not int or self.kv_bytes not in (1, 2, 4):
             raise ValueError(f"kv_bytes: expected 1, 2 or 4, got {self.kv_bytes!r}")
         for name in INTERVALS:

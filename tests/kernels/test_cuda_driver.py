@@ -167,6 +167,37 @@ def test_a_refused_launch_names_the_status(fake: Driver) -> None:
     assert len(fake.launched()) == 2
 
 
+def test_a_thread_without_a_context_takes_the_devices(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+
+    def take(device: Any) -> None:
+        taken.append(device)
+        fake.set("status", 0)
+
+    launch = launch_of(problem(), H200)
+    monkeypatch.setattr(cuda_driver, "take_context", take)
+    fake.set("status", 201)
+    launch([16] * len(TENSORS), 0)
+    assert taken == [None]
+    assert [kernel.function for kernel in fake.launched()] == [1, 1, 2]
+    fake.set("status", 201)
+    monkeypatch.setattr(cuda_driver, "take_context", taken.append)
+    with pytest.raises(RuntimeError, match="CUDA: CUDA_ERROR_INVALID_CONTEXT"):
+        launch([16] * len(TENSORS), 0)
+
+
+def test_the_context_taken_is_the_primary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    success, current = driver.CUresult(0), [driver.CUcontext(0)]
+    monkeypatch.setattr(driver, "cuCtxGetCurrent", lambda: (success, current[-1]))
+    monkeypatch.setattr(driver, "cuDeviceGet", lambda ordinal: (success, 10 + ordinal))
+    monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda device: (success, driver.CUcontext(100 + device)))
+    monkeypatch.setattr(driver, "cuCtxSetCurrent", lambda context: (current.append(context), (success,))[1])
+    cuda_driver.take_context(3)
+    assert [int(context) for context in current] == [0, 113]
+    cuda_driver.take_context(4)  # there is one: it stays
+    assert [int(context) for context in current] == [0, 113]
+
+
 def test_threads_never_share_the_memory_of_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one thread is in the driver, another launches the same call on the same stream: each keeps its values."""
     inside, go_on, seen = threading.Event(), threading.Event(), []

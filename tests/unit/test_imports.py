@@ -1,8 +1,8 @@
 """Imports point one way, and `import splitkv` is quick, quiet and needs only torch.
 
-problem <- tuning, policy <- plan <- checks <- prepared -> backends, then attention, decode_loop and ops on top. reference
-imports nothing of ours; bench, integrations, models and the command line use the public names and the modules without
-torch.
+problem <- tuning, policy <- plan <- checks <- prepared -> backends, then attention, decode_loop and ops on top.
+reference imports nothing of ours; bench, integrations, models and the command line use the public names and the modules
+without torch.
 """
 
 from __future__ import annotations

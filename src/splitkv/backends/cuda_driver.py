@@ -12,18 +12,21 @@ from functools import cache
 from typing import Any
 
 DRIVER = "libcuda.so.1"
+INVALID_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT: this thread has none yet. PyTorch gives a thread one when it needs it itself."""
 
 
 class Launches:
     """Kernels that take the same arguments, one after the other on a stream, and memory for these arguments.
 
-    params: the bytes of the arguments, `pointers` addresses first and a 32-bit length at `length_at`. For one launch at
-    a time: the driver copies arguments while it launches.
+    device: whose they are. params: the bytes of the arguments, `pointers` addresses first and a 32-bit length at
+    `length_at`. For one launch at a time: the driver copies arguments while it launches.
     """
 
-    __slots__ = ("_address", "_configs", "_kernels", "_launch", "_length", "_params", "_pointers", "_to_params")
-
-    def __init__(self, kernels: Sequence[tuple[Any, Any]], params: bytes, pointers: int, length_at: int) -> None:
+    def __init__(
+        self, device: int, kernels: Sequence[tuple[Any, Any]], params: bytes, pointers: int, length_at: int
+    ) -> None:
+        self._device = device
         self._configs = [config for config, _ in kernels]  # they own what the addresses below point to
         self._kernels = [(int(config.getPtr()), int(function)) for config, function in kernels]
         self._params = ctypes.create_string_buffer(params, len(params))
@@ -38,7 +41,11 @@ class Launches:
         self._pointers[:] = addresses
         self._length.value = uniform_len
         for config, function in self._kernels:
-            if status := self._launch(config, function, self._address, None):
+            status = self._launch(config, function, self._address, None)
+            if status == INVALID_CONTEXT:
+                take_context(self._device)
+                status = self._launch(config, function, self._address, None)
+            if status:
                 raise RuntimeError(f"CUDA: {status_name(status)}")
 
 
@@ -67,6 +74,22 @@ def launch_function() -> Callable[[int, int, int, None], int]:
     function: Any = ctypes.CDLL(DRIVER).cuLaunchKernelEx
     function.argtypes, function.restype = [ctypes.c_void_p] * 4, ctypes.c_int
     return function
+
+
+def take_context(device: int) -> None:
+    """Gives this thread the device's context if it has none. Raises RuntimeError with the driver's status."""
+    from cuda.bindings import driver
+
+    if int(checked(driver.cuCtxGetCurrent())[0]) == 0:
+        context = checked(driver.cuDevicePrimaryCtxRetain(checked(driver.cuDeviceGet(device))[0]))[0]
+        checked(driver.cuCtxSetCurrent(context))
+
+
+def checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What follows the status of a driver or compiler call. Raises RuntimeError where that is not success."""
+    if result[0].value:
+        raise RuntimeError(f"CUDA: {result[0].name}")
+    return result[1:]
 
 
 def status_name(status: int) -> str:

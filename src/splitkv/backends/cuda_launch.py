@@ -148,7 +148,7 @@ class CudaLaunch:
             merge = load_kernel("merge", self._merge, capability, self._device, 0)
             threads = 32 * (MERGE_WARPS if plan.max_run == 1 else MERGE_WARPS_LOADED)
             kernels.append((launch_config(self._merge_grid, threads, 0, stream, self._dependent), merge))
-        return Launches(kernels, self._params, len(TENSORS) + 1, LENGTH_AT)
+        return Launches(self._device, kernels, self._params, len(TENSORS) + 1, LENGTH_AT)
 
 
 def scale_step(scale: Tensor | float) -> int:

@@ -9,6 +9,8 @@ import typer
 from .attention_command import EXAMPLE, attention
 from .commands import Commit, Dirty, Json, Out, deliver, fail, usage
 from .record import command_line, provenance, require_writable
+from .tune_command import EXAMPLE as TUNE_EXAMPLE
+from .tune_command import tune
 
 if TYPE_CHECKING:
     from .fuzz.cases import Case
@@ -104,3 +106,4 @@ def _run_one(case: Case, options: FuzzOptions, shrink: bool) -> None:
 
 
 bench_app.command(epilog=EXAMPLE)(attention)
+bench_app.command(epilog=TUNE_EXAMPLE)(tune)

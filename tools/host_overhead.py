@@ -2,7 +2,7 @@
 
     python tools/host_overhead.py [--json]
 
-One row of 16/4 heads of 256, 4096 keys, bf16. Calls are timed in groups of 50, without waiting for the GPU; the queue is
+One row of 16/4 heads of 256, 4096 keys, bf16. Calls are timed in groups of 50 without waiting for the GPU; the queue is
 emptied between groups, or a full one would be timed. First calls run in processes of their own, with an empty and with
 a filled compile cache.
 """

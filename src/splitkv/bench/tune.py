@@ -21,9 +21,10 @@ from torch import Tensor
 import splitkv
 
 from .. import tuning
+from ..plan import DecodePlan
 from ..problem import DecodeProblem
 from ..tuning import DEFAULTS, MARGIN, Schedule
-from . import parity, record
+from . import record
 from .attention import Judge, Progress, rotation_of, timings_of
 from .attention_cases import AttentionCase
 from .attention_data import CaseTensors, KVArena, arena_elements
@@ -94,17 +95,19 @@ def run_tune(
 
 def _tune_range(entry: TuneRange, options: TuneOptions, bandwidth: Bandwidth) -> dict[str, Any]:
     """One row, and the table's entry where one schedule won."""
-    plan = splitkv.DecodeAttention(entry.cases[0].problem, device=options.device).plan
-    default = DEFAULTS[plan.backend]
+    if options.device == "cuda":  # hand back the last range's tensors, so that free memory reads true
+        torch.cuda.empty_cache()
+    backend = _plan(entry.cases[0].problem, options.device).backend
+    default = DEFAULTS[backend]
     row: dict[str, Any] = {
         "range": entry.name,
-        "backend": plan.backend,
+        "backend": backend,
         "entry": None,
         "schedule": None,
         "failures": [],
     }
     bench = _Bench(entry, default, options, bandwidth)
-    first = bench.round([default, *variations(default, plan.backend)], FIRST_S)
+    first = bench.round([default, *variations(default, backend)], FIRST_S)
     finalists = _finalists(bench.ratios(first), default)
     second = bench.round([default, *finalists], SECOND_S) if finalists else {}
     ratios = bench.ratios(second)
@@ -116,7 +119,7 @@ def _tune_range(entry: TuneRange, options: TuneOptions, bandwidth: Bandwidth) ->
         row["schedule"] = label(winner, default)
         us = {name: {"default": times[default], "tuned": times[winner]} for name, times in second.items()}
         row["entry"] = {
-            "range": asdict(entry.covered(plan.backend)),
+            "range": asdict(entry.covered(backend)),
             "schedule": asdict(winner),
             "faster": 1 - _mean(ratios[winner]),
             "us": us,
@@ -180,12 +183,14 @@ class _Bench:
         }
         same = self._same_bytes(tensors, self._outputs(tensors.case, calls))
         named = {label(schedule, self.default): calls[schedule] for schedule in same}
-        timings = timings_of(named, self.not_run, tensors.case, rotation, self.device, self._bandwidth, sample_s)
+        refused: dict[str, str] = {}
+        timings = timings_of(named, refused, tensors.case, rotation, self.device, self._bandwidth, sample_s)
+        self.not_run |= {f"{tensors.case.name}: {name}": reason for name, reason in refused.items()}
         times = {schedule: label(first[launch], self.default) for schedule, launch in launches.items()}
         return {schedule: timings[name].median_us for schedule, name in times.items() if name in timings}
 
     def _launch(self, problem: DecodeProblem, schedule: Schedule) -> Hashable:
-        plan = splitkv.plan_decode(problem, _spec(self.device), schedule=schedule)
+        plan = _plan(problem, self.device, schedule)
         units = plan.target_units if plan.max_run > 1 else None  # nothing else asks for them
         return plan.max_run, units, plan.grid, plan.num_stages
 
@@ -197,11 +202,11 @@ class _Bench:
             try:
                 out, lse = call(0, return_lse=True)
                 return out.clone(), lse
-            except RuntimeError as failure:  # it wants more registers or shared memory than there are
+            except Exception as failure:  # more registers or shared memory than there are: of the driver's or Triton's
                 self.not_run[f"{case.name}: {label(schedule, self.default)}"] = str(failure).splitlines()[0]
                 return None
 
-        side_by_side = splitkv.plan_decode(case.problem, _spec(self.device)).backend == "cuda"
+        side_by_side = _plan(case.problem, self.device).backend == "cuda"
         with ThreadPoolExecutor(COMPILERS if side_by_side else 1) as pool:
             found = dict(zip(calls, pool.map(run, calls), strict=True))
         return {schedule: outputs for schedule, outputs in found.items() if outputs is not None}
@@ -212,7 +217,8 @@ class _Bench:
         if case.name not in self._right:
             refusal = "the default does not run"
             if wanted is not None:
-                refusal = Judge(tensors).refusal(CONTENDERS[0], parity.error_of(wanted[0], tensors.exact())) or ""
+                judge = Judge(tensors)
+                refusal = judge.refusal(CONTENDERS[0], judge.error(CONTENDERS[0], wanted[0])) or ""
             self.failures += [f"{case.name}: {refusal}"] if refusal else []
             self._right[case.name] = None if refusal else wanted
         right = self._right[case.name]
@@ -235,5 +241,5 @@ class _Bench:
         return {name: {label(s, self.default): us for s, us in case.items()} for name, case in times.items()}
 
 
-def _spec(device: str) -> splitkv.DeviceSpec:
-    return splitkv.DeviceSpec.current() if device == "cuda" else splitkv.DeviceSpec.cpu()
+def _plan(problem: DecodeProblem, device: str, schedule: Schedule | None = None) -> DecodePlan:
+    return splitkv.DecodeAttention(problem, device=device, schedule=schedule).plan

@@ -78,7 +78,23 @@ def decode_attention(
             q, k_cache, v_cache, seq_lens, block_table, softmax_scale, window, softcap, sinks, starts, mask, k_scale,
             v_scale, policy, backend, out, return_lse, workspace,
         )  # fmt: skip
-    options: dict[str, Any] = dict(
+    key: tuple[Any, ...] | None = None
+    try:
+        settings = (policy, backend, bool(return_lse))
+        key, addresses, uniform_len = call_key(
+            q, k_cache, v_cache, seq_lens, out, workspace, settings, block_table, softmax_scale, window, softcap, sinks,
+            starts, mask, k_scale, v_scale,
+        )  # fmt: skip
+        known = _CALLS.find(key, uniform_len)
+    except NO_KEY:
+        key = known = None
+    if known is not None:
+        return known.run(q, addresses, uniform_len, out, workspace)
+    inputs = check_inputs(
+        q,
+        k_cache,
+        v_cache,
+        seq_lens,
         block_table=block_table,
         softmax_scale=softmax_scale,
         window=window,
@@ -89,16 +105,6 @@ def decode_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    key: tuple[Any, ...] | None = None
-    try:
-        settings = (policy, backend, bool(return_lse))
-        key, addresses, uniform_len = call_key(q, k_cache, v_cache, seq_lens, out, workspace, settings, **options)
-        known = _CALLS.find(key, uniform_len)
-    except NO_KEY:
-        key = known = None
-    if known is not None:
-        return known.run(q, addresses, uniform_len, out, workspace)
-    inputs = check_inputs(q, k_cache, v_cache, seq_lens, **options)
     check_out(out, q, inputs.problem.v_head_dim)
     name = choose_backend(backend, inputs)
     plan = plan_for(inputs.problem, q.device, policy, name)

@@ -226,7 +226,7 @@ def plan_for(
         )
     if backend == "auto" and device.type == "cuda":
         backend = _gpu_backend(problem, device)
-    return plan_decode(problem, _device_spec(device), policy, backend, schedule)
+    return plan_decode(problem, _device_spec(device), policy, backend, schedule=schedule)
 
 
 @cache

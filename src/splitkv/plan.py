@@ -157,6 +157,7 @@ def plan_decode(
     device: DeviceSpec,
     policy: str | SplitPolicy = "auto",
     backend: str = "auto",
+    *,
     schedule: Schedule | None = None,
 ) -> DecodePlan:
     """The plan for a problem on a device. SPLITKV_POLICY overrides `policy`; SPLITKV_GQA_PACK=0 gives every query

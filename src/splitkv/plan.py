@@ -222,8 +222,9 @@ def _schedule(
 ) -> tuple[int, int]:
     """(max_run, target_units). Runs pay only under load, and on Triton need tiles that end where splits end."""
     heads = 1 if device.is_cpu else problem.num_kv_heads
-    target_units = ceil_div(schedule.units_per_sm * max(device.sm_count, 1), heads)
-    if problem.batch * max_splits <= target_units:
+    sm_count = max(device.sm_count, 1)
+    target_units = ceil_div(schedule.units_per_sm * sm_count, heads)
+    if problem.batch * max_splits <= ceil_div(schedule.loaded_splits_per_sm * sm_count, heads):
         return 1, target_units
     if on_cuda:
         return min(cuda_splits_per_block(tile, problem), schedule.max_run), target_units

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,14 @@ MARGIN = 0.03
 class Schedule:
     """How the work of a launch is dealt out to blocks. Raises ValueError naming the field.
 
-    units_per_sm: units that a loaded launch makes per SM. max_run: most splits that one block joins by itself: 1, 4 or
-    16, or fewer where the kernel has no registers for them. blocks_per_sm: blocks that stay on an SM and share its
-    memory (backend cuda). more_stages: tiles in flight beyond the tile's own number, as far as memory allows.
+    units_per_sm: units that a loaded launch makes per SM. loaded_splits_per_sm: splits per SM above which a launch counts
+    as loaded, and blocks join splits themselves. max_run: most splits that one block joins by itself: 1, 4 or 16, or
+    fewer where the kernel has no registers for them. blocks_per_sm: blocks that stay on an SM and share its memory
+    (backend cuda). more_stages: tiles in flight beyond the tile's own number, as far as memory allows.
     """
 
     units_per_sm: int
+    loaded_splits_per_sm: int
     max_run: int = 16
     blocks_per_sm: int = 2
     more_stages: int = 0
@@ -45,11 +47,12 @@ class Schedule:
 
 ALLOWED: dict[str, tuple[int, ...]] = {
     "units_per_sm": tuple(range(1, 65)),
+    "loaded_splits_per_sm": tuple(range(1, 65)),
     "max_run": (1, 4, 16),
     "blocks_per_sm": (1, 2, 3, 4),
     "more_stages": tuple(range(-4, 5)),
 }
-DEFAULTS = {"cuda": Schedule(units_per_sm=4), "triton": Schedule(units_per_sm=16), "cpu": Schedule(units_per_sm=16)}
+DEFAULTS = {"cuda": Schedule(4, 4), "triton": Schedule(16, 16), "cpu": Schedule(16, 16)}
 """Enough units that uneven rows even out, few enough that starts stay cheap; on cuda, whose blocks stay and take one
 unit after the other, a unit costs only what joins it."""
 
@@ -110,7 +113,8 @@ class Table:
 
     @staticmethod
     def parse(name: str, data: Any) -> Table:
-        """The table of a file's JSON; ValueError says what is wrong with it and where."""
+        """The table of a file's JSON. Fields that a schedule leaves out are the default's. ValueError says what is wrong
+        with it and where."""
         if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"schema: expected {SCHEMA}, got {found!r}")
@@ -133,14 +137,16 @@ def _entry(entry: Any) -> tuple[Range, Schedule]:
         isinstance(entry.get(part), Mapping) for part in ("range", "schedule")
     ):
         raise ValueError(f"expected an object with range and schedule, got {entry!r}")
-    for part, kind in (("range", Range), ("schedule", Schedule)):
-        names = {field.name for field in fields(kind)}
-        if set(entry[part]) != names:
-            raise ValueError(f"{part}: expected {', '.join(sorted(names))}, got {', '.join(sorted(entry[part]))}")
+    names = [field.name for field in fields(Range)]
+    if set(entry["range"]) != set(names):
+        raise ValueError(f"range: expected {', '.join(names)}, got {', '.join(entry['range'])}")
+    if unknown := entry["schedule"].keys() - ALLOWED.keys():
+        raise ValueError(f"schedule: expected some of {', '.join(ALLOWED)}, got {', '.join(sorted(unknown))}")
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in entry["range"].items()
     }
-    return Range(**values), Schedule(**entry["schedule"])
+    covered = Range(**values)
+    return covered, replace(DEFAULTS[covered.backend], **entry["schedule"])
 
 
 def lookup(problem: DecodeProblem, rows: int, device: DeviceSpec, backend: str) -> tuple[Schedule, str]:

@@ -101,10 +101,10 @@ def test_more_stages_of_a_triton_tile() -> None:
     assert plan_decode(wide, H200).backend == "triton"
     for page_size, stages in ((None, {-4: 2, -1: 2, 0: 3, 1: 4, 4: 6}), (16, {-4: 3, -1: 3, 0: 5, 1: 7, 4: 11})):
         for more, wanted in stages.items():
-            plan = plan_decode(replace(wide, page_size=page_size), H200, schedule=Schedule(16, more_stages=more))
+            plan = plan_decode(replace(wide, page_size=page_size), H200, schedule=Schedule(16, 4, more_stages=more))
             assert (plan.tile.block_n, plan.num_stages) == (32, wanted), (page_size, more)
     f32 = problem(q_dtype="f32", kv_dtype="f32")
-    assert plan_decode(f32, H200, schedule=Schedule(16, more_stages=3)).num_stages == 7
+    assert plan_decode(f32, H200, schedule=Schedule(16, 4, more_stages=3)).num_stages == 7
 
 
 # ------------------------------------------------------------------------------------ which table and entry
@@ -118,7 +118,7 @@ def test_without_a_table_the_default_is_taken(folder: Path) -> None:
 
 
 def test_the_plan_takes_the_entry_that_covers_it(folder: Path) -> None:
-    few, many = Schedule(8, blocks_per_sm=1), Schedule(2, max_run=4)
+    few, many = Schedule(8, 4, blocks_per_sm=1), Schedule(2, 4, max_run=4)
     write(folder, "h200", table(entry(few, batch=[1, 100]), entry(many, batch=[101, 300])))
     for batch, schedule, source in ((1, few, "h200"), (100, few, "h200"), (101, many, "h200"), (301, None, "")):
         plan = plan_decode(problem(batch=batch), H200)
@@ -156,7 +156,7 @@ def test_every_interval_is_held_to(name: str, inside: dict[str, int], outside: d
 
 def test_an_unknown_gpu_takes_the_table_nearest_in_capability(folder: Path) -> None:
     for units, (name, capability) in enumerate((("a100", "8.0"), ("h200", "9.0"), ("rtx5090", "12.0")), 1):
-        write(folder, name, table(entry(Schedule(units)), capability=capability))
+        write(folder, name, table(entry(Schedule(units, 4)), capability=capability))
     own = DeviceSpec.named("h200")
     wanted = {
         (8, 0): "a100", (8, 6): "h200", (8, 9): "h200", (9, 0): "h200", (10, 0): "h200", (12, 1): "rtx5090",
@@ -171,15 +171,20 @@ def test_an_unknown_gpu_takes_the_table_nearest_in_capability(folder: Path) -> N
 
 def test_a_gpu_takes_its_own_table_before_a_nearer_name(folder: Path) -> None:
     for units, name in enumerate(("h100", "h200"), 1):
-        write(folder, name, table(entry(Schedule(units))))
+        write(folder, name, table(entry(Schedule(units, 4))))
     for name, units in (("NVIDIA H200", 2), ("NVIDIA H100 80GB HBM3", 1), ("h200", 2), ("NVIDIA GH100X", 1)):
         assert plan_decode(problem(), replace(H200, name=name)).schedule.units_per_sm == units, name
     assert table_name(replace(H200, name="NVIDIA L40S")) == "nvidial40s"
     assert {table_name(device) for device in KNOWN_DEVICES.values()} == set(KNOWN_DEVICES)
 
 
+def test_what_a_schedule_leaves_out_is_the_default(folder: Path) -> None:
+    write(folder, "h200", table(entry(Schedule(7, 4)) | {"schedule": {"max_run": 4}}))
+    assert plan_decode(problem(), H200).schedule == replace(DEFAULTS["cuda"], max_run=4)
+
+
 def test_tables_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(folder, "h200", table(entry(Schedule(7))))
+    write(folder, "h200", table(entry(Schedule(7, 4))))
     reads: list[Path] = []
     real = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda path, *args: reads.append(path) or real(path, *args))
@@ -190,15 +195,15 @@ def test_tables_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 # --------------------------------------------------------------------------------------------- broken tables
 
-GOOD = table(entry(Schedule(7)))
+GOOD = table(entry(Schedule(7, 4)))
 
 
 def scheduled(**changes: Any) -> dict[str, Any]:
-    return table(entry(Schedule(7)) | {"schedule": asdict(Schedule(7)) | changes})
+    return table(entry(Schedule(7, 4)) | {"schedule": asdict(Schedule(7, 4)) | changes})
 
 
 def ranged(**changes: Any) -> dict[str, Any]:
-    return table(entry(Schedule(7), **changes))
+    return table(entry(Schedule(7, 4), **changes))
 
 
 BROKEN: dict[str, tuple[Any, str]] = {
@@ -211,7 +216,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "no capability": (GOOD | {"compute_capability": None}, 'compute_capability: expected such as "9.0", got None'),
     "no entries": (GOOD | {"entries": {}}, "entries: expected a list, got dict"),
     "an entry that is none": (GOOD | {"entries": [3]}, "entries[0]: expected an object with range and schedule, got 3"),
-    "an unknown field": (scheduled(speed=3), "entries[0]: schedule: expected blocks_per_sm, max_run, more_stages"),
+    "an unknown field": (scheduled(speed=3), "entries[0]: schedule: expected some of units_per_sm"),
     "units of text": (scheduled(units_per_sm="7"), "units_per_sm: expected one of 1, 2"),
     "no such run": (scheduled(max_run=8), "max_run: expected one of 1, 4, 16, got 8"),
     "true": (scheduled(max_run=True), "max_run: expected one of 1, 4, 16, got True"),
@@ -224,6 +229,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "one end": (ranged(rows=[8]), "rows: expected two integers"),
     "ends of text": (ranged(rows=["a", "b"]), "rows: expected two integers"),
+    "no such interval": (ranged(speed=[1, 2]), "range: expected backend, kv_bytes, head_dim"),
     "no ends": (ranged(rows=None), "rows: expected two integers"),
     "nested without end": ("[" * 100_000, "recursion"),
 }
@@ -256,7 +262,7 @@ def test_a_table_that_cannot_be_read_is_warned_of(folder: Path) -> None:
 
 def test_the_schedule_of_a_decode_attention_is_given_or_refused() -> None:
     asked = DecodeProblem(40, 8, 2, 16, capacity=4096, q_dtype="f16", kv_dtype="f16")
-    chosen = DecodeAttention(asked, device="cpu", schedule=Schedule(1, max_run=4))
+    chosen = DecodeAttention(asked, device="cpu", schedule=Schedule(1, 4, max_run=4))
     assert chosen.plan.max_run == 4 and DecodeAttention(asked, device="cpu").plan.max_run == 16
     with pytest.raises(TypeError, match="schedule: expected a Schedule, got dict"):
         DecodeAttention(asked, device="cpu", schedule={"max_run": 4})  # type: ignore[arg-type]

@@ -25,10 +25,11 @@ TRIED: dict[str, dict[str, tuple[int, ...]]] = {
     "cuda": {
         "blocks_per_sm": (1, 3),
         "more_stages": (-2, -1, 1),
-        "units_per_sm": (1, 2, 8, 16),
+        "units_per_sm": (2, 8, 16, 32),
+        "loaded_splits_per_sm": (2, 8, 16),
         "max_run": (1, 4),
     },
-    "triton": {"more_stages": (-1, 1), "units_per_sm": (4, 8, 32), "max_run": (1, 4)},
+    "triton": {"more_stages": (-1, 1), "units_per_sm": (4, 8, 32), "loaded_splits_per_sm": (4, 64), "max_run": (1, 4)},
     "cpu": {"units_per_sm": (4, 32)},
 }
 """Values tried of each field, one at a time, by backend."""

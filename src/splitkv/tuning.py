@@ -27,8 +27,8 @@ MARGIN = 0.03
 class Schedule:
     """How the work of a launch is dealt out to blocks. Raises ValueError naming the field.
 
-    units_per_sm: units that a loaded launch makes per SM. loaded_splits_per_sm: splits per SM above which a launch counts
-    as loaded, and blocks join splits themselves. max_run: most splits that one block joins by itself: 1, 4 or 16, or
+    units_per_sm: units that a loaded launch makes per SM. loaded_splits_per_sm: splits per SM above which a launch is
+    loaded, and blocks join splits themselves. max_run: most splits that one block joins by itself: 1, 4 or 16, or
     fewer where the kernel has no registers for them. blocks_per_sm: blocks that stay on an SM and share its memory
     (backend cuda). more_stages: tiles in flight beyond the tile's own number, as far as memory allows.
     """
@@ -113,8 +113,8 @@ class Table:
 
     @staticmethod
     def parse(name: str, data: Any) -> Table:
-        """The table of a file's JSON. Fields that a schedule leaves out are the default's. ValueError says what is wrong
-        with it and where."""
+        """The table of a file's JSON. Fields that a schedule leaves out are the default's. ValueError says what is
+        wrong with it and where."""
         if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"schema: expected {SCHEMA}, got {found!r}")

@@ -55,7 +55,7 @@ class DecodeAttention:
         self._calls = CallMemo(64)
         self._variants: set[Hashable] = set()
         self._workspaces: dict[int, Tensor] = {}
-        self._scratch(self.plan)
+        self._scratch(self.workspace_bytes)
 
     @property
     def workspace_bytes(self) -> int:
@@ -103,7 +103,7 @@ class DecodeAttention:
             except NO_KEY:
                 key = known = None
             if known is not None:
-                return known.run(q, addresses, uniform_len, out, self._scratch(known.plan))
+                return known.run(q, addresses, uniform_len, out, self._scratch(known.workspace_bytes))
             inputs = check_inputs(q, k_cache, v_cache, seq_lens, **options)
             self._check_problem(inputs.problem)
             if q.device != self.device:
@@ -113,7 +113,7 @@ class DecodeAttention:
             if inputs.problem != self.problem:
                 self._grow(inputs.problem)
             plan = self._plan_for(self.problem, name)  # not self.plan where `backend` asks for another
-            first = FirstCall(name, inputs, plan, q, out, return_lse, self._scratch(plan))
+            first = FirstCall(name, inputs, plan, q, out, return_lse, self._scratch(plan.workspace_bytes))
             if first.variant not in self._variants and capturing(self.device):
                 raise RuntimeError(
                     "run: expected a first call before the capture of a CUDA graph, as it compiles; got none of this"
@@ -158,6 +158,6 @@ class DecodeAttention:
     def _plan_for(self, problem: DecodeProblem, backend: str = "auto") -> DecodePlan:
         return plan_for(problem, self.device, self._policy, backend, self._schedule)
 
-    def _scratch(self, plan: DecodePlan) -> Tensor | None:
+    def _scratch(self, workspace_bytes: int) -> Tensor | None:
         """Scratch for a call on the current stream; None inside a capture, where it comes from the graph's pool."""
-        return None if not plan.splits or capturing(self.device) else self._workspace(plan.workspace_bytes)
+        return None if workspace_bytes == 0 or capturing(self.device) else self._workspace(workspace_bytes)

@@ -41,13 +41,15 @@ _ENCODED = tuple(getattr(os.environ, "encodekey", str)(name) for name in VARIABL
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
-    """What a kind of call needs besides its tensors. lse_shape: None where no lse is wanted. longest: the greatest
-    uniform length that it may be called with."""
+    """What a kind of call needs besides its tensors. lse_shape: None where no lse is wanted. workspace_bytes: of
+    its plan, as many as workspace_elements of q's dtype hold. longest: the greatest uniform length that it may be called
+    with."""
 
-    plan: DecodePlan
     launch: PreparedLaunch
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...] | None
+    workspace_bytes: int
+    workspace_elements: int
     longest: int
 
     def run(
@@ -61,9 +63,9 @@ class PreparedCall:
         if self.lse_shape is not None:
             lse = q.new_empty(self.lse_shape, dtype=torch.float32)
             addresses[LSE] = lse.data_ptr()
-        if self.plan.splits:
+        if self.workspace_bytes:
             if workspace is None:
-                workspace = q.new_empty(self.plan.workspace_bytes, dtype=torch.uint8)
+                workspace = q.new_empty(self.workspace_elements)
             addresses[WORKSPACE] = workspace.data_ptr()
         self.launch(addresses, uniform_len)
         return out if lse is None else (out, lse)
@@ -117,10 +119,11 @@ class FirstCall:
             return None
         plan: DecodePlan = self._arguments["plan"]
         return PreparedCall(
-            plan=plan,
             launch=self._launch,
             out_shape=tuple(self._out.shape),
             lse_shape=None if self._lse is None else tuple(self._lse.shape),
+            workspace_bytes=plan.workspace_bytes,
+            workspace_elements=-(-plan.workspace_bytes // self._out.element_size()),
             longest=min(plan.problem.capacity, LONGEST),
         )
 

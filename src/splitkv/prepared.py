@@ -42,8 +42,7 @@ _ENCODED = tuple(getattr(os.environ, "encodekey", str)(name) for name in VARIABL
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
     """What a kind of call needs besides its tensors. lse_shape: None where no lse is wanted. workspace_bytes: of
-    its plan, as many as workspace_elements of q's dtype hold. longest: the greatest uniform length that it may be called
-    with."""
+    its plan, as many as workspace_elements of q's dtype hold. longest: the greatest uniform length it may have."""
 
     launch: PreparedLaunch
     out_shape: tuple[int, ...]

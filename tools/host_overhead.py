@@ -129,7 +129,7 @@ def first_calls() -> dict[str, float]:
     """Seconds of `import splitkv` beyond torch and numpy, and of the first call, by the state of the compile cache."""
     seconds = {}
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"TRITON_CACHE_DIR": folder}
+        environment = os.environ | {"TRITON_CACHE_DIR": folder, "XDG_CACHE_HOME": folder}
         for cache in ("cold", "warm"):
             text = subprocess.run(
                 [sys.executable, "-c", FIRST_CALL], env=environment, capture_output=True, text=True, check=True

@@ -134,7 +134,7 @@ class _Run:
         rotations: dict[AttentionCase, Rotation] = {}
         for case in options.cases:
             if case.kv_dtype == kv_dtype:
-                rotation = _rotation(case, device)
+                rotation = rotation_of(case, device)
                 if rotation is None:
                     self.skip(case, f"one KV set takes {case.set_keys * case.key_bytes / 1e9:.2f} GB, more than fits")
                 else:
@@ -159,7 +159,7 @@ class _Run:
                 self.failures += 1
 
 
-def _rotation(case: AttentionCase, device: str) -> Rotation | None:
+def rotation_of(case: AttentionCase, device: str) -> Rotation | None:
     """How many sets of the case to rotate over, in the memory that is free; None where not one fits."""
     spare_bytes = case.spare_keys * case.key_bytes
     budget = memory_budget(device) - spare_bytes
@@ -180,7 +180,7 @@ def build_peers(options: AttentionOptions) -> dict[str, Any]:
 # ---- one case ----------------------------------------------------------------------------------------------
 
 
-class _Parity:
+class Judge:
     """Exact results by layout, and the errors that plain PyTorch and rounding make on them."""
 
     def __init__(self, tensors: CaseTensors) -> None:
@@ -215,7 +215,7 @@ def _run_case(
 ) -> dict[str, Any]:
     """One row. `us` holds the contenders that ran, were right and whose timing was believed."""
     case = tensors.case
-    judge = _Parity(tensors)
+    judge = Judge(tensors)
     row = _row(case, rotation, bandwidth, options.device)
     not_run: dict[str, str] = {}
     calls: dict[str, Call] = {}
@@ -236,7 +236,7 @@ def _run_case(
                 reason = short_reason(failure)
         if reason is not None:
             not_run[contender.name] = reason
-    timings = _time(calls, not_run, case, rotation, options.device, bandwidth)
+    timings = timings_of(calls, not_run, case, rotation, options.device, bandwidth)
     row["us"] = {name: timing.median_us for name, timing in timings.items()}
     row["us_p20"] = {name: timing.p20_us for name, timing in timings.items()}
     row["us_p80"] = {name: timing.p80_us for name, timing in timings.items()}
@@ -264,15 +264,17 @@ def _outputs(call: Call, device: str) -> list[Tensor]:
     return [eager, captured.clone()]
 
 
-def _time(
+def timings_of(
     calls: dict[str, Call],
     not_run: dict[str, str],
     case: AttentionCase,
     rotation: Rotation,
     device: str,
     bandwidth: Bandwidth,
+    sample_s: float | None = None,
 ) -> dict[str, Timing]:
-    """Timings of the contenders; one whose timing is rejected goes to `not_run`, and the others are timed again."""
+    """Timings of the contenders, from `sample_s` seconds of samples each (default: SAMPLE_S). One whose timing is
+    rejected goes to `not_run`, and the others are timed again."""
     left = dict(calls)
     while left:
         try:
@@ -282,7 +284,7 @@ def _time(
                 device=device,
                 kv_bytes=case.read_bytes,
                 bandwidth_bytes_s=bandwidth.bytes_per_s,
-                budget_s=SAMPLE_S[device] * len(left),
+                budget_s=(SAMPLE_S[device] if sample_s is None else sample_s) * len(left),
             )
         except TimingRejected as rejected:
             not_run |= {name: f"timing rejected: {reason}" for name, reason in rejected.reasons.items()}

@@ -17,8 +17,17 @@ import os
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .policy import PACK_VARIABLE, SplitPolicy, SplitRule, ceil_div, packs_gqa, parse_switch, resolve_policy
-from .problem import DTYPE_BYTES, DecodeProblem, DeviceSpec
+from .policy import (
+    PACK_VARIABLE,
+    SplitPolicy,
+    SplitRule,
+    ceil_div,
+    packs_gqa,
+    parse_switch,
+    resolve_backend,
+    resolve_policy,
+)
+from .problem import DTYPE_BYTES, KIB, DecodeProblem, DeviceSpec
 from .tiles import (
     TileConfig,
     cuda_shared,
@@ -85,6 +94,12 @@ class DecodePlan:
             blocks = self.schedule.blocks_per_sm
             return cuda_shared(self.problem, self.tile.block_m, self.device, blocks, more)[0]
         return triton_stages(self.tile, self.problem, self.device, more)
+
+    @property
+    def least_run_keys(self) -> int:
+        """Keys that a run has at least, whatever the load, where max_run allows: it takes more splits until it does."""
+        least_bytes = self.schedule.least_run_kib * KIB
+        return least_bytes // self.problem.kv_bytes_per_key if self.backend == "cuda" else 0
 
     @property
     def splits(self) -> bool:
@@ -161,13 +176,14 @@ def plan_decode(
     schedule: Schedule | None = None,
 ) -> DecodePlan:
     """The plan for a problem on a device. SPLITKV_POLICY overrides `policy`; SPLITKV_GQA_PACK=0 gives every query
-    head blocks of its own. backend: auto takes cuda where it can run, else triton (on a CPU: cpu); any other name
-    plans for that backend. schedule: None takes the tuned or default one. Raises ValueError where backend cuda cannot
-    take the problem."""
+    head blocks of its own. backend: auto takes SPLITKV_BACKEND where that is set, else cuda where it can run, else
+    triton (on a CPU: cpu); any other name plans for that backend. Calls on this machine use the plan of
+    DeviceSpec.current(). schedule: None takes the tuned or default one (tuning.py). Raises ValueError where backend
+    cuda cannot take the problem."""
     chosen, from_environment = resolve_policy(policy)
     wanted = parse_switch(os.environ.get(PACK_VARIABLE, ""), declared=True)
     packed = packs_gqa(problem.num_q_heads, problem.num_kv_heads, problem.head_dim, enabled=wanted)
-    return _plan(problem, device, chosen, from_environment, packed, backend, schedule)
+    return _plan(problem, device, chosen, from_environment, packed, resolve_backend(backend), schedule)
 
 
 @lru_cache(maxsize=4096)
@@ -186,7 +202,12 @@ def _plan(
     rows = problem.rows_per_kv_head if packed else problem.q_len
     on_cuda = backend in ("auto", "cuda") and runs_on_cuda(problem, rows, device)
     if backend == "cuda" and not on_cuda:
-        raise ValueError(f"backend: cuda takes 16-bit products and up to 16 query vectors per KV head, got {problem}")
+        able = "16-bit products and up to 16 query vectors per KV head"
+        raise ValueError(
+            f"backend: cuda takes {able}, got {problem}"
+            if device.compiles_cuda
+            else f"backend: cuda expects cuda-bindings and NVRTC, which {device.name} has not"
+        )
     name = "cuda" if on_cuda else "cpu" if device.is_cpu else "triton"
     tile = (cuda_tile if on_cuda else tile_config)(problem, rows, device)
     schedule, source = lookup(problem, rows, device, name) if given is None else (given, "as given")

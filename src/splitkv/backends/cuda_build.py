@@ -75,14 +75,3 @@ def load_kernel(name: str, defines: Defines, capability: tuple[int, int], device
     # One division of an SM's memory for all kernels: changing it between two would wait for the SM to empty.
     checked(driver.cuFuncSetAttribute(function, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100))
     return function
-
-
-@cache
-def available() -> bool:
-    """Whether this installation can compile for the GPU: cuda-bindings and NVRTC, which PyTorch's CUDA builds bring."""
-    try:
-        from cuda.bindings import nvrtc
-
-        return bool(nvrtc.nvrtcVersion()[0].value == 0)
-    except (ImportError, RuntimeError, OSError):
-        return False

@@ -27,7 +27,7 @@ from .policy import (
     resolve_backend,
     resolve_policy,
 )
-from .problem import DTYPE_BYTES, DecodeProblem, DeviceSpec
+from .problem import DTYPE_BYTES, KIB, DecodeProblem, DeviceSpec
 from .tiles import (
     TileConfig,
     cuda_shared,
@@ -39,10 +39,6 @@ from .tiles import (
     triton_stages,
 )
 from .tuning import Schedule, lookup
-
-CUDA_LEAST_RUN_BYTES = 192 << 10
-"""K and V of a unit under load, at least, where rows are that long: below that, writing and merging parts takes longer
-than uneven shares cost."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +87,6 @@ class DecodePlan:
         return (max(self.max_splits, 1), heads, self.problem.batch)
 
     @property
-    def least_run_keys(self) -> int:
-        """Keys that a run has at least, whatever the load, where max_run allows: it takes more splits until it does."""
-        return CUDA_LEAST_RUN_BYTES // self.problem.kv_bytes_per_key if self.backend == "cuda" else 0
-
-    @property
     def num_stages(self) -> int:
         """Tiles in flight: the tile's own number and what the schedule adds to it."""
         more = self.schedule.more_stages
@@ -103,6 +94,12 @@ class DecodePlan:
             blocks = self.schedule.blocks_per_sm
             return cuda_shared(self.problem, self.tile.block_m, self.device, blocks, more)[0]
         return triton_stages(self.tile, self.problem, self.device, more)
+
+    @property
+    def least_run_keys(self) -> int:
+        """Keys that a run has at least, whatever the load, where max_run allows: it takes more splits until it does."""
+        least_bytes = self.schedule.least_run_kib * KIB
+        return least_bytes // self.problem.kv_bytes_per_key if self.backend == "cuda" else 0
 
     @property
     def splits(self) -> bool:
@@ -181,8 +178,8 @@ def plan_decode(
     """The plan for a problem on a device. SPLITKV_POLICY overrides `policy`; SPLITKV_GQA_PACK=0 gives every query
     head blocks of its own. backend: auto takes SPLITKV_BACKEND where that is set, else cuda where it can run, else
     triton (on a CPU: cpu); any other name plans for that backend. Calls on this machine use the plan of
-    DeviceSpec.current(). schedule: None takes the tuned or default one. Raises ValueError where backend cuda cannot
-    take the problem."""
+    DeviceSpec.current(). schedule: None takes the tuned or default one (tuning.py). Raises ValueError where backend
+    cuda cannot take the problem."""
     chosen, from_environment = resolve_policy(policy)
     wanted = parse_switch(os.environ.get(PACK_VARIABLE, ""), declared=True)
     packed = packs_gqa(problem.num_q_heads, problem.num_kv_heads, problem.head_dim, enabled=wanted)

@@ -89,9 +89,8 @@ class CudaLaunch:
             ("WIDE_LENS", int(wide_lens)),
         )
         columns = plan.tile.block_m
-        schedule = plan.schedule
         stages, self._shared_bytes = cuda_shared(
-            problem, columns, plan.device, schedule.blocks_per_sm, schedule.more_stages
+            problem, columns, plan.device, plan.schedule.blocks_per_sm, plan.schedule.more_stages
         )
         self._split: Defines = (
             *common,
@@ -115,7 +114,7 @@ class CudaLaunch:
         self.variant: Hashable = (self._split, self._merge if plan.splits else None)
 
     def __call__(self, addresses: Sequence[int], uniform_len: int) -> None:
-        if torch._C._cuda_getDevice() == self._device:  # torch.cuda.current_device() takes four times as long
+        if torch.cuda.current_device() == self._device:
             self._launch(addresses, uniform_len)
         else:
             with torch.cuda.device(self._device):

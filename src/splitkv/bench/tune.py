@@ -192,7 +192,8 @@ class _Bench:
     def _launch(self, problem: DecodeProblem, schedule: Schedule) -> Hashable:
         plan = _plan(problem, self.device, schedule)
         units = plan.target_units if plan.max_run > 1 else None  # nothing else asks for them
-        return plan.max_run, units, plan.grid, plan.num_stages
+        least = plan.least_run_keys if plan.max_run > 1 else None
+        return plan.max_run, units, least, plan.grid, plan.num_stages
 
     def _outputs(self, case: AttentionCase, calls: Mapping[Schedule, Call]) -> dict[Schedule, tuple[Tensor, Tensor]]:
         """(out, lse) of set 0 by schedule. CUDA kernels that are new compile side by side; what cannot run is named."""

@@ -47,7 +47,7 @@ def test_the_profile_names_kernels_that_fill_the_step(result: dict[str, Any]) ->
     assert [profile["depth"] for profile in result["profiles"]] == [300, 20_000]
     for profile in result["profiles"]:
         total = profile["other_us"] + sum(kernel["added_us"] for kernel in profile["kernels"])
-        assert total == pytest.approx(profile["busy_us"]) and 0 < profile["busy_us"] < 1.1 * profile["step_us"]
+        assert total == pytest.approx(profile["busy_us"]) and 0 < profile["busy_us"] < 2 * profile["step_us"]
         assert not any(kernel["name"].startswith("cudaGraph") for kernel in profile["kernels"])
 
 

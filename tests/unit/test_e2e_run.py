@@ -93,8 +93,8 @@ def test_the_profile_is_of_the_least_and_the_greatest_depth(tiny: str) -> None:
     for profile in result["profiles"]:
         kernels = profile["kernels"]
         assert 0 < len(kernels) <= e2e_timing.TOP_KERNELS and profile["step_us"] == 2000
-        assert [k["us_per_step"] for k in kernels] == sorted((k["us_per_step"] for k in kernels), reverse=True)
-        total = profile["other_us"] + sum(kernel["us_per_step"] for kernel in kernels)
+        assert [k["added_us"] for k in kernels] == sorted((k["added_us"] for k in kernels), reverse=True)
+        total = profile["other_us"] + sum(kernel["added_us"] for kernel in kernels)
         assert total == pytest.approx(profile["busy_us"])
         assert any(kernel["name"].startswith(("aten::mm", "aten::bmm")) for kernel in kernels)
 
@@ -269,3 +269,15 @@ def test_as_many_samples_as_fit_the_budget(budget_s: float, least: int, samples:
     loop = Counted()
     found = e2e_timing.step_times(loop, loop.begin, budget_s, least, 1000.0)  # type: ignore[arg-type]
     assert (len(found), loop.begun, loop.steps) == (samples, samples, samples * e2e_timing.run_length("cpu"))
+
+
+def test_a_kernel_adds_what_no_other_was_running_in() -> None:
+    """b starts early and waits for a; c lies within b; a second step, then nothing."""
+    spans = [("a", 0, 10), ("b", 4, 16), ("c", 12, 14), ("a", 20, 30), ("b", 24, 36), ("c", 32, 34)]
+    found = e2e_timing.kernel_times([e2e_timing.Span(*span) for span in reversed(spans)], 2)
+    assert found["kernels"] == [
+        {"name": "a", "added_us": 10, "us": 10, "launches": 1},
+        {"name": "b", "added_us": 6, "us": 12, "launches": 1},
+        {"name": "c", "added_us": 0, "us": 2, "launches": 1},
+    ]
+    assert (found["busy_us"], found["other_us"], found["launches"]) == (16, 0, 3)

@@ -192,13 +192,19 @@ def _kernels(profile: Mapping[str, Any]) -> Any:
     from rich.table import Table
 
     where = f"{profile['geometry']}, {profile['kv_dtype']} KV, batch {profile['batch']}, depth {profile['depth']}"
-    busy = f"{profile['busy_us']:,.0f} us in {profile['launches_per_step']:.0f} kernels"
+    busy = f"{profile['busy_us']:,.0f} us of it in {profile['launches']:.0f} kernels"
     title = f"{where}: a step of {profile['step_us']:,.0f} us, {busy}"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
-    for name in ("us", "share", "launches"):
+    for name in ("adds us", "share", "runs us", "launches"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("kernel, the longest first", overflow="ellipsis", no_wrap=True)
+    table.add_column("kernel", overflow="ellipsis", no_wrap=True, min_width=40)
     for kernel in profile["kernels"]:
-        us = kernel["us_per_step"]
-        table.add_row(f"{us:.1f}", f"{us / profile['busy_us']:.1%}", f"{kernel['per_step']:.0f}", kernel["name"])
+        added = kernel["added_us"]
+        cells = (
+            f"{added:.1f}",
+            f"{added / profile['busy_us']:.1%}",
+            f"{kernel['us']:.1f}",
+            f"{kernel['launches']:.0f}",
+        )
+        table.add_row(*cells, kernel["name"])
     return table

@@ -43,7 +43,7 @@ def figures(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Figure]]:
             steps(series),
         )
     if data["profiles"]:
-        text = "Where a step's time goes: its longest kernels, by the profiler, and the step as timed without it."
+        text = "Where a step's time goes: what each kernel adds to it, by the profiler; the step is timed without it."
         yield "kernels", text, kernels(data["profiles"])
 
 
@@ -87,7 +87,7 @@ def kernels(profiles: Sequence[Row]) -> Figure:
     lines = min(DRAWN_KERNELS, max(len(profile["kernels"]) for profile in profiles)) + 2
     figure, axes = panels(len(profiles), columns=1, size=(9.5, 1.0 + 0.24 * lines))
     for profile, ax in zip(profiles, axes, strict=True):
-        shown = [(k["name"][:NAME_LENGTH], k["us_per_step"], BLUE) for k in profile["kernels"][:DRAWN_KERNELS]]
+        shown = [(k["name"][:NAME_LENGTH], k["added_us"], BLUE) for k in profile["kernels"][:DRAWN_KERNELS]]
         others = profile["busy_us"] - sum(us for _, us, _ in shown)
         shown += [("other kernels", others, GREY), ("no kernel", max(profile["step_us"] - profile["busy_us"], 0), INK)]
         for y, (_, us, colour) in enumerate(reversed(shown)):
@@ -165,7 +165,7 @@ def notes(data: Mapping[str, Any]) -> list[str]:
             verdict = "explained" if flip["explained"] else "NOT EXPLAINED"
             lines.append(
                 f"flip in {where}: row {flip['row']}, step {flip['step']}, margin {flip['margin']:.2g} in float64, "
-                f"errors {flip['split_error']:.2g} and {flip['unsplit_error']:.2g}: {verdict}"
+                f"errors {flip['split_rms']:.2g} and {flip['unsplit_rms']:.2g}: {verdict}"
             )
     for entry in data["not_measured"]:
         where = ", ".join(f"{key} {value}" for key, value in entry.items() if key not in ("geometry", "reason"))

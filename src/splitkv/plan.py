@@ -40,8 +40,13 @@ from .tiles import (
 
 UNITS_PER_SM = 16
 """Units a loaded GPU is given per SM: enough that uneven rows even out, few enough that starts stay cheap."""
-CUDA_UNITS_PER_SM = 4
-"""The same on backend "cuda", whose blocks stay and take one unit after the other: units cost only what joins them."""
+CUDA_UNITS_PER_SM = 32
+"""The same on backend "cuda", whose blocks take equal shares of consecutive units: 16 each, to be nearly equal."""
+CUDA_LOADED_SPLITS_PER_SM = 4
+"""Splits per SM above which backend "cuda" joins splits in its blocks."""
+CUDA_LEAST_RUN_BYTES = 192 << 10
+"""K and V of a unit then, at least, where rows are that long: below that, writing and merging parts takes longer
+than uneven shares cost."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,11 @@ class DecodePlan:
         if self.max_run > 1:
             return (self.max_units, heads, 1)
         return (max(self.max_splits, 1), heads, self.problem.batch)
+
+    @property
+    def least_run_keys(self) -> int:
+        """Keys that a run has at least, whatever the load, where max_run allows: it takes more splits until it does."""
+        return CUDA_LEAST_RUN_BYTES // self.problem.kv_bytes_per_key if self.backend == "cuda" else 0
 
     @property
     def splits(self) -> bool:
@@ -206,9 +216,10 @@ def _schedule(
 ) -> tuple[int, int]:
     """(max_run, target_units). Runs pay only under load, and on Triton need tiles that end where splits end."""
     heads = 1 if device.is_cpu else problem.num_kv_heads
-    units_per_sm = CUDA_UNITS_PER_SM if on_cuda else UNITS_PER_SM
-    target_units = ceil_div(units_per_sm * max(device.sm_count, 1), heads)
-    if problem.batch * max_splits <= target_units:
+    sm_count = max(device.sm_count, 1)
+    target_units = ceil_div((CUDA_UNITS_PER_SM if on_cuda else UNITS_PER_SM) * sm_count, heads)
+    loaded = ceil_div(CUDA_LOADED_SPLITS_PER_SM * sm_count, heads) if on_cuda else target_units
+    if problem.batch * max_splits <= loaded:
         return 1, target_units
     if on_cuda:
         return cuda_splits_per_block(tile, problem), target_units

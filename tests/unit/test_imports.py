@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "ranks": {*PURE, "checks", "attention", "decode_loop", "backends"},
     "ops": {*PURE, "checks", "attention"},  # attention reaches the operator as torch.ops.splitkv
     "cache": {*PURE, "checks", "device_checks", "backends"},
-    "models": {*PUBLIC, "cache"},
+    "models": {*PUBLIC, "cache", "backends"},
     "integrations": PUBLIC,
     "bench": {*PUBLIC, "cache", "models", "integrations", "ranks"},
     "cli": {*PUBLIC, "bench", "models", "integrations", "doctor"},

@@ -81,8 +81,8 @@ def test_a_refusal_names_the_types_that_would_fit(write: Any) -> None:
 
 
 @pytest.mark.parametrize("config", [QWEN25, QWEN35_9B, DEEPSEEK_V2_LITE], ids=["qwen2.5", "qwen3.5", "deepseek"])
-def test_workspace_covers_every_backend(config: dict[str, Any]) -> None:
-    """A GPU may be without NVRTC, so backend triton's scratch counts where cuda would run."""
+def test_workspace_covers_every_backend(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU may be without NVRTC, so backend triton's scratch counts where cuda would run; the environment does not."""
     model = model_from_config(config)
     for batch in (1, 16, 64):
         most = attention_workspace(model, batch)
@@ -91,3 +91,6 @@ def test_workspace_covers_every_backend(config: dict[str, Any]) -> None:
             for device in KNOWN_DEVICES.values():
                 for backend in ("auto", "triton"):
                     assert plan_decode(DecodeProblem(*sizes), device, backend=backend).workspace_bytes <= most
+        monkeypatch.setenv("SPLITKV_BACKEND", "cuda")
+        assert attention_workspace(model, batch) == most
+        monkeypatch.delenv("SPLITKV_BACKEND")

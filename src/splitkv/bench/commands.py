@@ -153,7 +153,7 @@ def plan(
         from .planning import make_plans, plan_record, plan_request
 
         request = plan_request(heads, head_dim, context, device, **asked)
-    plans = make_plans(request)
+        plans = make_plans(request)
     if json:
         options = {
             "heads": heads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -85,8 +86,10 @@ def attention_workspace(model: ModelGeometry, batch: int) -> int:
         sizes = (batch, model.num_q_heads, group.num_kv_heads, group.head_dim, group.v_head_dim)
         for kv_dtype in ("f32", "bf16", "fp8_e4m3"):
             problem = DecodeProblem(*sizes, capacity=MAX_CONTEXT, kv_dtype=kv_dtype)
-            plans = [plan_decode(problem, device, backend=name) for device in devices for name in ("auto", "triton")]
-            most = max(most, *(plan.workspace_bytes for plan in plans))
+            for device in devices:
+                most = max(most, plan_decode(problem, device, backend="triton").workspace_bytes)
+                with suppress(ValueError):  # not every problem and device is backend cuda's
+                    most = max(most, plan_decode(problem, device, backend="cuda").workspace_bytes)
     return most
 
 

@@ -298,8 +298,11 @@ def _launch_class(case: Case, geometry: Geometry) -> tuple[object, ...]:
             found.append(all(n * DTYPE_BYTES[case.kv_dtype] % 16 == 0 for n in strides[:-1]))
     lse = (case.num_q_heads * case.queries if geometry.batch > 1 else 0, case.num_q_heads if case.queries > 1 else 0)
     found += [(n == 1, n % 16 == 0) for n in lse]
-    for backend in ("triton", "auto"):  # auto: cuda where that takes the problem
-        plan = plan_decode(case.problem(geometry), DeviceSpec.named("h200"), _policy(case), backend)
+    for backend in ("triton", "cuda"):  # not auto, which reads the environment
+        try:
+            plan = plan_decode(case.problem(geometry), DeviceSpec.named("h200"), _policy(case), backend)
+        except ValueError:  # not taken, whatever the layout
+            continue
         parts = next((limit for limit in (4, 16) if plan.max_splits <= limit), 64)
         rows = power_of_two(geometry.batch) if plan.max_run > 1 else 1
         found += [plan.max_run, plan.splits and parts, rows]

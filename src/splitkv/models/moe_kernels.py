@@ -1,0 +1,192 @@
+"""A mixture of experts for a few tokens on a GPU: four launches, which read the chosen experts' weights and no others.
+
+Which experts those are stays on the device. Programs of the same rows of several tokens run at the same time, so an
+expert that two tokens chose is read from memory once and from the cache then.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .config import Experts
+
+ROUTER_ROWS, UP_ROWS, DOWN_ROWS = 4, 8, 8
+"""Rows of a weight that one program multiplies."""
+COLUMNS = 512
+"""Columns of them at a time."""
+
+
+@triton.jit
+def router_kernel(x, weight, logits, x_stride, hidden, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """logits = weight x in f32, for BLOCK_N experts of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in range(0, hidden, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        mask = (n < ROWS)[:, None] & (k < hidden)[None, :]
+        given = tl.load(x + token * x_stride + k, mask=k < hidden, other=0).to(tl.float32)
+        total += tl.load(weight + n[:, None] * hidden + k[None, :], mask=mask, other=0).to(tl.float32) * given[None, :]
+    tl.store(logits + token * ROWS + n, tl.sum(total, 1), mask=n < ROWS)
+
+
+@triton.jit
+def choose_kernel(
+    logits, ids, weights, scale, COUNT: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+    GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, RENORMALISE: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The experts of one token and their weights, the shared ones last."""
+    token = tl.program_id(0).to(tl.int64)
+    rows: tl.constexpr = COUNT + GATED
+    e = tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
+    score = tl.load(logits + token * rows + e, mask=e < COUNT, other=-float("inf"))
+    score = tl.exp(score - tl.max(score, 0))
+    score = score / tl.sum(score, 0)
+    left = tl.where(e < COUNT, score, -1.0)
+    if CHOSEN_GROUPS < GROUPS:
+        group = e // (COUNT // GROUPS)
+        others = left
+        kept = e < 0
+        for _ in tl.static_range(CHOSEN_GROUPS):
+            best = tl.argmax(others, 0) // (COUNT // GROUPS)
+            kept = kept | (group == best)
+            others = tl.where(kept, -1.0, others)
+        left = tl.where(kept, left, -1.0)
+    found = tl.zeros([SLOTS], tl.int32)
+    weight = tl.zeros([SLOTS], tl.float32)
+    for i in tl.static_range(CHOSEN):
+        best = tl.minimum(tl.argmax(left, 0), COUNT - 1)  # NaN may point anywhere
+        found = tl.where(slot == i, best, found)
+        weight = tl.where(slot == i, tl.max(left, 0), weight)
+        left = tl.where(e == best, -1.0, left)
+    if RENORMALISE:
+        weight = weight / tl.sum(weight, 0)
+    weight *= scale
+    if SHARED > 0:
+        own = 1.0
+        if GATED:
+            own = tl.sigmoid(tl.load(logits + token * rows + COUNT))
+        found = tl.where(slot < CHOSEN, found, COUNT + slot - CHOSEN)
+        weight = tl.where(slot < CHOSEN, weight, own)
+    each: tl.constexpr = CHOSEN + SHARED
+    tl.store(ids + token * each + slot, found, mask=slot < each)
+    tl.store(weights + token * each + slot, weight, mask=slot < each)
+
+
+@triton.jit
+def gate_up_kernel(
+    x, weight, ids, made, x_stride, hidden, width, EACH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """made = silu(gate x) * (up x), for BLOCK_N columns of one expert of one token."""
+    pair = tl.program_id(0).to(tl.int64)
+    expert = tl.load(ids + pair).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    gates = weight + expert * 2 * width * hidden + n[:, None] * hidden
+    ups = gates + width * hidden
+    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in range(0, hidden, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        mask = (n < width)[:, None] & (k < hidden)[None, :]
+        given = tl.load(x + pair // EACH * x_stride + k, mask=k < hidden, other=0).to(tl.float32)
+        gate += tl.load(gates + k[None, :], mask=mask, other=0).to(tl.float32) * given[None, :]
+        up += tl.load(ups + k[None, :], mask=mask, other=0).to(tl.float32) * given[None, :]
+    opened = tl.sum(gate, 1)
+    tl.store(made + pair * width + n, opened * tl.sigmoid(opened) * tl.sum(up, 1), mask=n < width)
+
+
+@triton.jit
+def down_kernel(
+    made, weight, ids, weights, out, hidden, width, EACH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """out = the sum over a token's experts of weights * (down made), for BLOCK_N columns."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for i in tl.static_range(EACH):
+        pair = token * EACH + i
+        downs = weight + tl.load(ids + pair).to(tl.int64) * hidden * width + n[:, None] * width
+        share = tl.load(weights + pair)
+        for start in range(0, width, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            mask = (n < hidden)[:, None] & (k < width)[None, :]
+            given = share * tl.load(made + pair * width + k, mask=k < width, other=0)
+            total += tl.load(downs + k[None, :], mask=mask, other=0).to(tl.float32) * given[None, :]
+    tl.store(out + token * hidden + n, tl.sum(total, 1).to(out.dtype.element_ty), mask=n < hidden)
+
+
+def step(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, experts: Experts) -> Tensor:
+    """[tokens, hidden] in x's dtype: the experts' weighted sum.
+
+    x: [tokens, hidden], rows at any stride. router: [count, hidden], and one row more if experts.gated. gate_up:
+    [count + shared, 2 * width, hidden], gate's rows first. down: [count + shared, hidden, width]. Weights contiguous.
+    """
+    tokens, hidden = x.shape
+    rows, width = router.shape[0], experts.width
+    each = experts.chosen + experts.shared
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    logits, weights, made = scratch(tokens, rows), scratch(tokens, each), scratch(tokens * each, width)
+    ids, out = scratch(tokens, each, dtype=torch.int32), scratch(tokens, hidden, dtype=x.dtype)
+    along_hidden, along_width = (min(COLUMNS, triton.next_power_of_2(size)) for size in (hidden, width))
+    router_kernel[(tokens, triton.cdiv(rows, ROUTER_ROWS))](
+        x=x,
+        weight=router,
+        logits=logits,
+        x_stride=x.stride(0),
+        hidden=hidden,
+        ROWS=rows,
+        BLOCK_N=ROUTER_ROWS,
+        BLOCK_K=along_hidden,
+        num_warps=4,
+    )
+    choose_kernel[(tokens,)](
+        logits=logits,
+        ids=ids,
+        weights=weights,
+        scale=experts.scale,
+        COUNT=experts.count,
+        CHOSEN=experts.chosen,
+        SHARED=experts.shared,
+        GATED=experts.gated,
+        GROUPS=experts.groups,
+        CHOSEN_GROUPS=experts.chosen_groups,
+        RENORMALISE=experts.renormalise,
+        BLOCK=triton.next_power_of_2(experts.count),
+        SLOTS=triton.next_power_of_2(each),
+        num_warps=1,
+    )
+    gate_up_kernel[(tokens * each, triton.cdiv(width, UP_ROWS))](
+        x=x,
+        weight=gate_up,
+        ids=ids,
+        made=made,
+        x_stride=x.stride(0),
+        hidden=hidden,
+        width=width,
+        EACH=each,
+        BLOCK_N=UP_ROWS,
+        BLOCK_K=along_hidden,
+        num_warps=4,
+    )
+    down_kernel[(tokens, triton.cdiv(hidden, DOWN_ROWS))](
+        made=made,
+        weight=down,
+        ids=ids,
+        weights=weights,
+        out=out,
+        hidden=hidden,
+        width=width,
+        EACH=each,
+        BLOCK_N=DOWN_ROWS,
+        BLOCK_K=along_width,
+        num_warps=4,
+    )
+    return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from gguf_files import write_gguf
 from tiny import FAMILIES, VOCAB, make, save, save_state
+from transcripts import run
 
 from splitkv.models.decoder import Decoder
 from splitkv.models.loading import open_model
@@ -52,6 +54,12 @@ def expected(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return plain, exact
 
 
+def greedy(model: Any, ids: list[int], count: int) -> list[int]:
+    """transformers' own, without stopping at an end token."""
+    out = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return out[0, len(ids) :].tolist()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_as_near_to_float64_as_transformers(family: str, folders: dict[str, tuple[Any, Path]]) -> None:
     model, folder = folders[family]
@@ -62,6 +70,38 @@ def test_logits_are_as_near_to_float64_as_transformers(family: str, folders: dic
     theirs = (plain - exact).abs().max()
     assert (ours - exact).abs().max() <= 2 * theirs + 1e-5 * exact.abs().max()
     assert torch.equal(ours.argmax(-1), exact.argmax(-1))
+
+
+NEW_FAMILIES = ("qwen3_moe", "qwen3_5_moe", "deepseek_v2", "gemma2", "gemma3")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", NEW_FAMILIES)
+def test_rows_of_different_lengths_go_on_together(family: str, folders: dict[str, tuple[Any, Path]]) -> None:
+    """Greedy tokens are those of transformers' generate, and the logits of each step, row by row."""
+    model, folder = folders[family]
+    decoder = open_model(folder).load(torch.float32, "cpu")
+    prompts = [tokens(90).tolist(), tokens(150)[100:107].tolist(), tokens(150)[90:91].tolist()]
+    loop = DecodeLoop(decoder, DecodeState(decoder.config, len(prompts), 128, "f32", torch.float32, "cpu"))
+    for row, prompt in enumerate(prompts):
+        loop.prefill(prompt, row, chunk=32)
+    ours = [list(row) for row in zip(*loop.generate(STEPS), strict=True)]
+    given = torch.tensor([row[-1] for row in ours])
+    logits = decoder.decode(given, loop.state)
+    for row, prompt in enumerate(prompts):
+        assert ours[row] == greedy(model, prompt, STEPS)
+        expected = model(torch.tensor([prompt + ours[row]])).logits[0, -1]
+        assert (logits[row] - expected).abs().max() < 1e-4
+
+
+def test_generate_runs_a_saved_model(folders: dict[str, tuple[Any, Path]]) -> None:
+    for family in NEW_FAMILIES:
+        model, folder = folders[family]
+        words = ("--device", "cpu", "--max-new-tokens", "12", "--prompt", "Hello, you!", "--json")
+        code, out, err = run("generate", "--model", str(folder), *words)
+        assert (code, err) == (0, ""), err
+        found, ids = json.loads(out)["tokens"], open_model(folder).tokenizer.prompt_ids("Hello, you!")
+        assert found == greedy(model, ids, 12)[: len(found)] and len(found) > 1
 
 
 GGUF_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5")

@@ -284,7 +284,7 @@ def _latent_parameters(fields: Fields) -> int:
 
 
 def num_experts(kind: str, fields: Fields) -> int:
-    """Experts that the router chooses from; transformers 5.17 saves Qwen3's under another name than it was published."""
+    """Experts that the router chooses from; transformers 5.17 saves Qwen3's under another name than the published."""
     names = {"deepseek_v2": "n_routed_experts"}
     if kind == "qwen3_moe" and "num_local_experts" in fields.values:
         return fields.integer("num_local_experts")

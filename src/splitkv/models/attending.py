@@ -45,7 +45,9 @@ def _capped_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale
     hidden = ~_visible(q.shape[2], k.shape[1], window, q.device)
     heads = []
     for queries, keys, values in zip(q, k, v, strict=True):
-        logits = (queries @ keys.mT).float().mul_(scale / softcap).tanh_().mul_(softcap).masked_fill_(hidden, -torch.inf)
+        logits = (
+            (queries @ keys.mT).float().mul_(scale / softcap).tanh_().mul_(softcap).masked_fill_(hidden, -torch.inf)
+        )
         heads.append(logits.softmax(-1).to(values.dtype) @ values)
     return torch.cat(heads).transpose(0, 1)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from splitkv import UnsupportedError
 
-from ..cache.models import CONFIG_DEFAULTS, GGUF_ARCHITECTURES, Fields, has_experts, head_size, layer_types, num_experts
 from ..cache.gguf_header import GgufHeader
+from ..cache.models import CONFIG_DEFAULTS, GGUF_ARCHITECTURES, Fields, has_experts, head_size, layer_types, num_experts
 from .gguf_config import gguf_architecture, gguf_as_config
 from .rope import Rope, positive, read_rope, rope_parameters
 

@@ -92,7 +92,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Norm, attention or delta net, norm, feed-forward or experts; in some families a norm after each of the two, too."""
+    """Norm, attention or delta net, norm, feed-forward or experts; in some families a norm behind each of them."""
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

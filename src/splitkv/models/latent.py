@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
 from .attending import chunk_attention, rotate
 from .config import DecoderConfig
 from .parts import Part, RMSNorm, empty_weight, project
@@ -40,7 +39,7 @@ class LatentAttention(nn.Module):
         self.out = empty_weight(config.hidden_size, self.heads * sizes.v_dim, dtype=dtype, device=device)
 
     def _split(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each head the unrotated and the rotated query [tokens, heads, ..], and what the cache keeps [tokens, 1, ..]."""
+        """Each head's query [tokens, heads, ..], unrotated and rotated, and what the cache keeps [tokens, 1, ..]."""
         sizes = self.latent
         q, latent, k_rope = project(x, self.project).split(self.sizes, -1)
         if self.q_norm is not None and self.q_b is not None:
@@ -90,7 +89,7 @@ class LatentAttention(nn.Module):
 
 
 def _halves_of_each_head(heads: int, rope_dim: int) -> Callable[[Tensor], Tensor]:
-    """Rows of a head's last `rope_dim` columns from x0 y0 x1 y1 .., as these checkpoints pair them, to x0 x1 .. y0 y1 ..
+    """Rows of a head's last `rope_dim` columns from x0 y0 x1 y1 .., as these checkpoints have them, to x0 x1 .. y0 y1 ..
 
     Queries and keys are turned alike, so no product of theirs changes.
     """

@@ -20,7 +20,9 @@ COLUMNS = 512
 
 
 @triton.jit
-def router_kernel(x, weight, logits, x_stride, hidden, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def router_kernel(
+    x, weight, logits, x_stride, hidden, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
     """logits = weight x in f32, for BLOCK_N experts of one token."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -104,21 +105,40 @@ def test_generate_runs_a_saved_model(folders: dict[str, tuple[Any, Path]]) -> No
         assert found == greedy(model, ids, 12)[: len(found)] and len(found) > 1
 
 
-GGUF_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5")
+CONFIG_FLOATS = ("norm_eps", "softmax_scale")
+GGUF_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5", *NEW_FAMILIES)
 
 
 def plain_rope(family: str) -> Any:
     """A family's tiny model with unscaled positions: GGUF has other names for the scaled kinds."""
-    rope = FAMILIES[family]["rope_parameters"]
-    return make(family, rope_parameters={**rope, "rope_type": "default"} if family == "qwen3_5" else None)
+    if family == "deepseek_v2":
+        return make(family)
+    if family.startswith("gemma"):
+        return make(family, query_pre_attn_scalar=16)  # which llama.cpp takes from the head, but for the 27B
+    if family == "qwen3_moe":
+        return make(family, rope_parameters=None, mlp_only_layers=[])  # of which llama.cpp has no name
+    rope = FAMILIES[family].get("rope_parameters", {})
+    return make(family, rope_parameters={**rope, "rope_type": "default"} if "qwen3_5" in family else None)
 
 
-@pytest.mark.parametrize("family", GGUF_FAMILIES)
-def test_a_gguf_file_holds_the_same_model(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "split_kv"), [*((family, True) for family in GGUF_FAMILIES), ("deepseek_v2", False)]
+)
+def test_a_gguf_file_holds_the_same_model(family: str, split_kv: bool, tmp_path: Path) -> None:
     model = plain_rope(family)
     stored = open_model(save(model, tmp_path / "folder")).load(torch.float32, "cpu")
-    loaded = open_model(write_gguf(model, tmp_path / "m.gguf")).load(torch.float32, "cpu")
-    assert loaded.config.rope == stored.config.rope
+    loaded = open_model(write_gguf(model, tmp_path / "m.gguf", split_kv=split_kv)).load(torch.float32, "cpu")
+    for name in CONFIG_FLOATS:
+        assert getattr(loaded.config, name) == pytest.approx(getattr(stored.config, name), rel=1e-6), name
+    different = {"source", "rope", "local_rope", *CONFIG_FLOATS}
+    for name in {field.name for field in fields(stored.config)} - different:
+        assert getattr(loaded.config, name) == getattr(stored.config, name), name
+    for name in ("rope", "local_rope"):
+        ours, expected = getattr(loaded.config, name), getattr(stored.config, name)
+        assert (ours is None) == (expected is None)
+        if ours is not None:
+            assert ours.frequencies == expected.frequencies
+            assert (ours.scale, ours.all_columns) == pytest.approx((expected.scale, expected.all_columns), rel=1e-6)
     for ours, expected in zip(loaded.parts(), stored.parts(), strict=True):
         assert ours.name == expected.name
         if "norm.weight" in ours.name or "A_log" in ours.name:  # stored as w + 1 and exp(w) in f32

@@ -52,7 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": DEEPSEEK_ROPE, "num_key_value_heads": 4, "q_lora_rank": 40, "kv_lora_rank": 64,
         "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 24, "n_routed_experts": 8, "n_shared_experts": 2,
         "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
-        "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+        "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.75,
     },
     "gemma2": {
         "sliding_window": 40, "query_pre_attn_scalar": 24, "layer_types": ALTERNATING, "attn_logit_softcapping": 5.0,

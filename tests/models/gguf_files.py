@@ -41,7 +41,9 @@ def gguf_name(name: str, kind: str) -> str:
         return NAMES[name]
     _, layer, rest = name.split(".", 2)
     leaf, dot, end = (rest, "", "") if rest in NAMES else rest.rpartition(".")
-    stem = NAMES.get(leaf) or {"post_attention_layernorm": "post_attention_norm" if kind in BETWEEN else "ffn_norm"}[leaf]
+    stem = (
+        NAMES.get(leaf) or {"post_attention_layernorm": "post_attention_norm" if kind in BETWEEN else "ffn_norm"}[leaf]
+    )
     return f"blk.{layer}.{stem}{dot}{end}"
 
 
@@ -84,7 +86,9 @@ def stored(model: Any, split_kv: bool) -> dict[str, torch.Tensor]:
             found[f"{name}.weight"] = w
         elif name.endswith("kv_b_proj.weight") and split_kv:
             config = model.config
-            k, v = w.unflatten(0, (config.num_attention_heads, -1)).split((config.qk_nope_head_dim, config.v_head_dim), 1)
+            k, v = w.unflatten(0, (config.num_attention_heads, -1)).split(
+                (config.qk_nope_head_dim, config.v_head_dim), 1
+            )
             found[name.replace("kv_b", "k_b")], found[name.replace("kv_b", "v_b")] = k.mT, v
         else:
             found[name] = w

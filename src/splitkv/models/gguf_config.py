@@ -61,7 +61,7 @@ def gguf_as_config(kind: str, header: GgufHeader, file: Path) -> dict[str, Any]:
 
 def _experts(kind: str, fields: Fields) -> dict[str, Any]:
     count = fields.integer("expert_count")
-    config = {
+    config: dict[str, Any] = {
         "num_experts": count,
         "num_experts_per_tok": fields.integer("expert_used_count"),
         "moe_intermediate_size": fields.integer("expert_feed_forward_length"),

@@ -89,7 +89,7 @@ class LatentAttention(nn.Module):
 
 
 def _halves_of_each_head(heads: int, rope_dim: int) -> Callable[[Tensor], Tensor]:
-    """Rows of a head's last `rope_dim` columns from x0 y0 x1 y1 .., as these checkpoints have them, to x0 x1 .. y0 y1 ..
+    """A head's last `rope_dim` rows from x0 y0 x1 y1 .., as these checkpoints have them, to x0 x1 .. y0 y1 ..
 
     Queries and keys are turned alike, so no product of theirs changes.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -65,7 +67,7 @@ class DecodeState:
             kv_dtype=kv_dtype,
         )  # fmt: skip
         self._windows = [config.window if kind == "sliding_attention" else None for kind in config.layer_types]
-        self._logits = {"softmax_scale": config.softmax_scale, "softcap": config.attention_softcap}
+        self._logits: dict[str, Any] = {"softmax_scale": config.softmax_scale, "softcap": config.attention_softcap}
         self.attention = DecodeAttention(self.problem, policy, device)
         self.caches: dict[int, ContiguousKVCache] = {}
         self.conv: dict[int, Tensor] = {}

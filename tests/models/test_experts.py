@@ -1,0 +1,153 @@
+"""Mixtures of experts beside the models: layouts of files, many tokens at once, what a step reads, bad configs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, make, save
+
+from splitkv import UnsupportedError
+from splitkv.cache.models import model_from_config
+from splitkv.models.config import DecoderConfig, Experts
+from splitkv.models.decoder import Decoder
+from splitkv.models.loading import open_model
+from splitkv.models.moe import ExpertMLP
+
+pytest.importorskip("transformers")
+WITH_EXPERTS = ("qwen3_moe", "qwen3_5_moe", "deepseek_v2")
+
+
+def stack(folder: Path) -> None:
+    """Rewrite a checkpoint with one file per expert's matrix so that each layer's experts are two tensors."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    mixtures = {name.split(".experts.")[0] for name in tensors if ".experts." in name}
+    for mixture in mixtures:
+        count = sum(name.startswith(f"{mixture}.experts.") for name in tensors) // 3
+        each = {
+            part: torch.stack([tensors.pop(f"{mixture}.experts.{i}.{part}_proj.weight") for i in range(count)])
+            for part in ("gate", "up", "down")
+        }
+        tensors[f"{mixture}.experts.gate_up_proj"] = torch.cat([each["gate"], each["up"]], 1)
+        tensors[f"{mixture}.experts.down_proj"] = each["down"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_stacked_experts_are_the_same_model(family: str, tmp_path: Path) -> None:
+    model = make(family)
+    apart = open_model(save(model, tmp_path / "apart")).load(torch.float32, "cpu")
+    stack(save(model, tmp_path / "stacked"))
+    stacked = open_model(tmp_path / "stacked").load(torch.float32, "cpu")
+    for ours, expected in zip(stacked.parts(), apart.parts(), strict=True):
+        assert ours.name == expected.name and torch.equal(ours.dest, expected.dest), ours.name
+
+
+def test_a_stack_of_another_size_is_named(tmp_path: Path) -> None:
+    stack(save(make("qwen3_5_moe"), tmp_path / "m"))
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    for changes, message in (
+        ({"num_experts": 7}, r"layers\.0\.mlp\.experts\.7\.down_proj\.weight: expected no such tensor"),
+        ({"num_experts": 9}, r"layers\.0\.mlp\.experts\.8\.down_proj\.weight: expected this tensor"),
+        (
+            {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 48},
+            r"model\.safetensors: .*experts\.gate_up_proj: expected shape \(16, 64\), got \(24, 64\)",
+        ),
+    ):
+        (tmp_path / "m" / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(ValueError, match=message):
+            open_model(tmp_path / "m").load(torch.float32, "cpu")
+
+
+def mixture(dtype: torch.dtype, experts: Experts | None = None) -> ExpertMLP:
+    made = ExpertMLP(
+        experts or Experts(16, 4, 40, 2, True, True, 1.0, 1, 1, frozenset()), 64, dtype, torch.device("cpu")
+    )
+    draw = torch.Generator().manual_seed(3)
+    for weight in made.parameters():
+        weight.normal_(0, 0.2, generator=draw)
+    return made
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+def test_grouped_products_are_the_same(tokens: int, dtype: torch.dtype, tolerance: float) -> None:
+    """The way of many tokens on a GPU, which torch can go on a CPU too; with experts that nobody chose."""
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped product")
+    layer = mixture(dtype)
+    x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
+    routed = layer.route(x)
+    expected = layer.one_by_one(x, *routed).float()
+    assert (layer.grouped(x, *routed).float() - expected).abs().max() < tolerance * expected.abs().max()
+
+
+def test_a_step_reads_the_chosen_experts() -> None:
+    """Bytes of one row are those of the experts that the router names; of more, at most all of them."""
+    layer = mixture(torch.float32)
+    one = (2 * 40 * 64 + 64 * 40) * 4
+    always = 17 * 64 * 4 + 2 * one  # router and gate, and the two shared experts
+    assert layer.bytes_read(1) == always + 4 * one
+    assert layer.bytes_read(2) == always + round((4 + 4 * 12 / 16) * one)
+    assert always + 15.9 * one < layer.bytes_read(64) <= always + 16 * one
+    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(4))
+    ids = layer.route(x)[1][:, :4].reshape(-1, 2, 4)  # pairs of rows
+    distinct = torch.tensor([len(set(pair.flatten().tolist())) for pair in ids]).float().mean()
+    assert distinct <= 4 + 4 * 12 / 16 + 0.05  # a router with favourites reads less than one without
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_the_decoder_counts_what_a_step_reads(family: str) -> None:
+    config = make(family).config.to_dict()
+    decoder = Decoder(DecoderConfig.from_config(config, family), torch.bfloat16, "meta")
+    idle = sum(
+        (layer.experts.experts.count - layer.experts.experts.chosen) * 3 * 24 * 64 * 2
+        for layer in decoder.layers
+        if layer.experts is not None
+    )
+    everything = sum(p.numel() * p.element_size() for p in decoder.parameters())
+    embedding = decoder.embedding.numel() * 2
+    assert idle > 0 and decoder.bytes_per_step() == everything - embedding - idle
+    assert decoder.bytes_per_step(10_000) == everything - embedding
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_capacity_check_counts_every_weight(family: str) -> None:
+    config = make(family).config.to_dict() | {"dtype": "float32"}
+    decoder = Decoder(DecoderConfig.from_config(config, family), torch.float32, "meta")
+    assert model_from_config(config).parameters == sum(p.numel() for p in decoder.parameters())
+
+
+BAD: dict[str, tuple[str, dict[str, Any], type[ValueError], str]] = {
+    "too many chosen": ("qwen3_moe", {"num_experts_per_tok": 9}, ValueError, "at most 8 experts, got 9"),
+    "chosen missing": ("deepseek_v2", {"num_experts_per_tok": None}, ValueError, "num_experts_per_tok: expected an"),
+    "shared of another width": (
+        "qwen3_5_moe", {"shared_expert_intermediate_size": 36}, UnsupportedError,
+        r"shared_expert_intermediate_size: expected a multiple of 24 \(the other experts'\), got 36",
+    ),
+    "groups": ("deepseek_v2", {"n_group": 3}, ValueError, "n_group: expected a divisor of 8 experts, got 3"),
+    "few groups": ("deepseek_v2", {"topk_group": 1}, ValueError, "topk_group: expected up to 4 groups, with 3 experts"),
+    "method": ("deepseek_v2", {"topk_method": "noaux_tc"}, UnsupportedError, "topk_method: expected greedy or group"),
+    "sigmoid": ("deepseek_v2", {"scoring_func": "sigmoid"}, UnsupportedError, "scoring_func: expected 'softmax'"),
+    "normalised": ("deepseek_v2", {"norm_topk_prob": True}, UnsupportedError, "norm_topk_prob: expected False"),
+    "gelu": ("gemma3", {"hidden_activation": "gelu"}, UnsupportedError, "hidden_activation: expected 'gelu_pytorch"),
+    "both ways": ("gemma3", {"use_bidirectional_attention": True}, UnsupportedError, "use_bidirectional_attention"),
+    "local rope": (
+        "gemma3", {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "magic"}}},
+        UnsupportedError, r"rope_parameters\.sliding_attention\.rope_type: expected one of default",
+    ),
+    "softcap": ("gemma2", {"attn_logit_softcapping": -1}, ValueError, "attn_logit_softcapping: expected a number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_configs_that_are_not_built(case: str) -> None:
+    family, changes, error, message = BAD[case]
+    config = make(family).config.to_dict() | changes
+    with pytest.raises(error, match=message):
+        DecoderConfig.from_config(config, "config.json")

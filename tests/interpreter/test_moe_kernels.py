@@ -72,6 +72,22 @@ def test_step(kind: str, dtype: torch.dtype) -> None:
         assert same_bits(alone[0], out[token])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_norm_before_and_sum_behind(dtype: torch.dtype) -> None:
+    layer = mixture(KINDS["qwen3.5"], dtype)
+    draw = torch.Generator().manual_seed(4)
+    x = 30 * torch.randn(TOKENS, HIDDEN + 8, generator=draw).to(dtype)
+    weight, before = torch.randn(HIDDEN, generator=draw), x.clone()
+    rows = x[:, :HIDDEN]
+    exact_rows = rows.double()
+    normed = exact_rows * torch.rsqrt(exact_rows.square().mean(-1, keepdim=True) + 0.1) * weight
+    expected = exact_rows + exact(layer, normed)
+    made = step(rows, layer.router, layer.gate_up, layer.down, layer.experts, norm=(weight, 0.1), add=True)
+    assert made.data_ptr() == x.data_ptr() and torch.equal(x[:, HIDDEN:], before[:, HIDDEN:])
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-3
+    assert (made - expected).abs().max() < tolerance * expected.abs().max()
+
+
 def test_no_other_expert_is_read() -> None:
     layer = mixture(KINDS["qwen3.5"], torch.float32)
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(4))

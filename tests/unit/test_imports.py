@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "decode_loop": {*PURE, "checks", "device_checks", "prepared", "attention"},
     "ops": {*PURE, "checks", "attention"},  # attention reaches the operator as torch.ops.splitkv
     "cache": {*PURE, "checks", "device_checks", "backends"},
-    "models": {*PUBLIC, "cache"},
+    "models": {*PUBLIC, "cache", "backends"},
     "integrations": PUBLIC,
     "bench": {*PUBLIC, "cache", "models", "integrations"},
     "cli": {*PUBLIC, "bench", "models", "integrations", "doctor"},

@@ -7,6 +7,7 @@ sum p (W_v c) = W_v sum p c, so it attends to the latents themselves, as one KV 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,9 @@ from .attending import chunk_attention, rotate
 from .config import DecoderConfig
 from .parts import Part, RMSNorm, empty_weight, project
 from .state import DecodeState
+
+if TYPE_CHECKING:
+    from .fused import FusedStep
 
 
 class LatentAttention(nn.Module):
@@ -38,10 +42,10 @@ class LatentAttention(nn.Module):
         self.kv_b = empty_weight(self.heads, sizes.nope_dim + sizes.v_dim, sizes.rank, dtype=dtype, device=device)
         self.out = empty_weight(config.hidden_size, self.heads * sizes.v_dim, dtype=dtype, device=device)
 
-    def _split(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _split(self, projected: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Each head's query [tokens, heads, ..], unrotated and rotated, and what the cache keeps [tokens, 1, ..]."""
         sizes = self.latent
-        q, latent, k_rope = project(x, self.project).split(self.sizes, -1)
+        q, latent, k_rope = projected.split(self.sizes, -1)
         if self.q_norm is not None and self.q_b is not None:
             q = project(self.q_norm(q), self.q_b)
         q_nope, q_rope = q.unflatten(-1, (self.heads, -1)).split((sizes.nope_dim, sizes.rope_dim), -1)
@@ -51,7 +55,7 @@ class LatentAttention(nn.Module):
     def prefill(self, x: Tensor, rotation: tuple[Tensor, Tensor], state: DecodeState, row: int, start: int) -> Tensor:
         """x [tokens, hidden] at positions start, start + 1, .. of a row."""
         sizes = self.latent
-        q_nope, q_rope, kept = self._split(x, rotation)
+        q_nope, q_rope, kept = self._split(project(x, self.project), rotation)
         held = state.write_chunk(self.layer, kept, kept[..., : sizes.rank], row, start)[0].to(x.dtype)
         expanded = project(held[:, 0, : sizes.rank].contiguous(), self.kv_b.flatten(0, 1))
         k_nope, v = expanded.unflatten(-1, (self.heads, -1)).split((sizes.nope_dim, sizes.v_dim), -1)
@@ -63,14 +67,22 @@ class LatentAttention(nn.Module):
 
     def decode(self, x: Tensor, rotation: tuple[Tensor, Tensor], state: DecodeState) -> Tensor:
         """x [batch, hidden], one token a row, at the position before the state's length."""
+        return project(self._attend(project(x, self.project), rotation, state), self.out)
+
+    def step(self, norm: RMSNorm, now: FusedStep) -> None:
+        """x += decode(norm(x)), with the products of a fused step."""
+        projected = now.products.after_norm(now.x, norm, self.project)
+        now.products.onto(now.x, self._attend(projected, now.rotation, now.state), self.out)
+
+    def _attend(self, projected: Tensor, rotation: tuple[Tensor, Tensor], state: DecodeState) -> Tensor:
+        """Values of all heads, [batch, heads * v_dim]."""
         sizes = self.latent
-        q_nope, q_rope, kept = self._split(x, rotation)
+        q_nope, q_rope, kept = self._split(projected, rotation)
         w_k, w_v = self.kv_b.split((sizes.nope_dim, sizes.v_dim), 1)
         absorbed = torch.bmm(q_nope.transpose(0, 1), w_k).transpose(0, 1)
         q = torch.cat([absorbed, q_rope], -1)
         attended = state.attend(self.layer, q, kept, kept[..., : sizes.rank], None)
-        values = torch.bmm(attended.transpose(0, 1), w_v.mT).transpose(0, 1)
-        return project(values.flatten(-2), self.out)
+        return torch.bmm(attended.transpose(0, 1), w_v.mT).transpose(0, 1).flatten(-2)
 
     def parts(self, name: str) -> Iterator[Part]:
         sizes, own = self.latent, self.project.split(self.sizes)

@@ -10,13 +10,17 @@ are sorted by expert; each expert is then a product of matrices.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import Experts
-from .parts import Part, empty_weight, project
+from .parts import Part, RMSNorm, empty_weight, project
+
+if TYPE_CHECKING:
+    from .fused import FusedStep
 
 FEW_TOKENS = 16
 """Up to this many tokens of a step, few experts are chosen twice, and each is read for each token."""
@@ -69,6 +73,17 @@ class ExpertMLP(nn.Module):
 
         with torch.cuda.device(x.device):
             return step(x, self.router, self.gate_up, self.down, self.experts)
+
+    def step(self, norm: RMSNorm, now: FusedStep) -> None:
+        """x += decode(norm(x)), by the kernels."""
+        x = now.x
+        if x.shape[0] > FEW_TOKENS and self._can_group(x):
+            normed = norm(x)
+            x += self.grouped(normed, *self.route(normed))
+            return
+        from .moe_kernels import step
+
+        step(x, self.router, self.gate_up, self.down, self.experts, norm=(norm.weight, norm.eps), add=True)
 
     def _can_group(self, x: Tensor) -> bool:
         """torch's grouped product is for bf16 on GPUs, with rows of a multiple of 16 bytes."""

@@ -10,8 +10,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .config import Experts
+from .launching import dependent_launch
 
 ROUTER_ROWS, UP_ROWS, DOWN_ROWS = 4, 8, 8
 """Rows of a weight that one program multiplies."""
@@ -21,27 +23,41 @@ COLUMNS = 512
 
 @triton.jit
 def router_kernel(
-    x, weight, logits, x_stride, hidden, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """logits = weight x in f32, for BLOCK_N experts of one token."""
+    x, weight, logits, norm, eps, x_stride, hidden, ROWS: tl.constexpr, NORM: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tokens, blocks of experts). logits = weight x in f32. NORM: of x / rms(x) * norm."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
     for start in range(0, hidden, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         mask = (n < ROWS)[:, None] & (k < hidden)[None, :]
         given = tl.load(x + token * x_stride + k, mask=k < hidden, other=0).to(tl.float32)
+        if NORM:
+            squares += given * given
+            given *= tl.load(norm + k, mask=k < hidden, other=0).to(tl.float32)
         total += tl.load(weight + n[:, None] * hidden + k[None, :], mask=mask, other=0).to(tl.float32) * given[None, :]
-    tl.store(logits + token * ROWS + n, tl.sum(total, 1), mask=n < ROWS)
+    product = tl.sum(total, 1)
+    if NORM:
+        product *= 1.0 / tl.sqrt(tl.sum(squares, 0) / hidden + eps)
+    tl.store(logits + token * ROWS + n, product, mask=n < ROWS)
 
 
 @triton.jit
 def choose_kernel(
     logits, ids, weights, scale, COUNT: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
     GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, RENORMALISE: tl.constexpr, BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
+    SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The experts of one token and their weights, the shared ones last."""
+    """Grid: (tokens,). The experts of a token and their weights, the shared ones last."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     rows: tl.constexpr = COUNT + GATED
     e = tl.arange(0, BLOCK)
@@ -82,9 +98,13 @@ def choose_kernel(
 
 @triton.jit
 def gate_up_kernel(
-    x, weight, ids, made, x_stride, hidden, width, EACH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """made = silu(gate x) * (up x), for BLOCK_N columns of one expert of one token."""
+    x, weight, ids, made, norm, eps, x_stride, hidden, width, EACH: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tokens * EACH, blocks of columns). made = silu(gate x) * (up x) by one expert; NORM as above."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     pair = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids + pair).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -92,21 +112,33 @@ def gate_up_kernel(
     ups = gates + width * hidden
     gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
     for start in range(0, hidden, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         mask = (n < width)[:, None] & (k < hidden)[None, :]
         given = tl.load(x + pair // EACH * x_stride + k, mask=k < hidden, other=0).to(tl.float32)
+        if NORM:
+            squares += given * given
+            given *= tl.load(norm + k, mask=k < hidden, other=0).to(tl.float32)
         gate += tl.load(gates + k[None, :], mask=mask, other=0).to(tl.float32) * given[None, :]
         up += tl.load(ups + k[None, :], mask=mask, other=0).to(tl.float32) * given[None, :]
-    opened = tl.sum(gate, 1)
-    tl.store(made + pair * width + n, opened * tl.sigmoid(opened) * tl.sum(up, 1), mask=n < width)
+    opened, product = tl.sum(gate, 1), tl.sum(up, 1)
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / hidden + eps)
+        opened *= scale
+        product *= scale
+    tl.store(made + pair * width + n, opened * tl.sigmoid(opened) * product, mask=n < width)
 
 
 @triton.jit
 def down_kernel(
-    made, weight, ids, weights, out, hidden, width, EACH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """out = the sum over a token's experts of weights * (down made), for BLOCK_N columns."""
+    made, weight, ids, weights, out, out_stride, hidden, width, EACH: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tokens, blocks of columns). out = the sum over experts of weights * (down made); ADD: out += that sum."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -119,14 +151,27 @@ def down_kernel(
             mask = (n < hidden)[:, None] & (k < width)[None, :]
             given = share * tl.load(made + pair * width + k, mask=k < width, other=0)
             total += tl.load(downs + k[None, :], mask=mask, other=0).to(tl.float32) * given[None, :]
-    tl.store(out + token * hidden + n, tl.sum(total, 1).to(out.dtype.element_ty), mask=n < hidden)
+    product = tl.sum(total, 1)
+    place = out + token * out_stride + n
+    if ADD:
+        product += tl.load(place, mask=n < hidden, other=0).to(tl.float32)
+    tl.store(place, product.to(out.dtype.element_ty), mask=n < hidden)
 
 
-def step(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, experts: Experts) -> Tensor:
+def step(
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Experts,
+    norm: tuple[Tensor, float] | None = None,
+    add: bool = False,
+) -> Tensor:
     """[tokens, hidden] in x's dtype: the experts' weighted sum.
 
     x: [tokens, hidden], rows at any stride. router: [count, hidden], and one row more if experts.gated. gate_up:
     [count + shared, 2 * width, hidden], gate's rows first. down: [count + shared, hidden, width]. Weights contiguous.
+    norm: (weight [hidden], eps): x is normalised first. add: the sum is added to x, in place, and x returned.
     """
     tokens, hidden = x.shape
     rows, width = router.shape[0], experts.width
@@ -136,8 +181,10 @@ def step(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, experts: Expe
         return torch.empty(shape, dtype=dtype, device=x.device)
 
     logits, weights, made = scratch(tokens, rows), scratch(tokens, each), scratch(tokens * each, width)
-    ids, out = scratch(tokens, each, dtype=torch.int32), scratch(tokens, hidden, dtype=x.dtype)
+    ids, out = scratch(tokens, each, dtype=torch.int32), x if add else scratch(tokens, hidden, dtype=x.dtype)
     along_hidden, along_width = (min(COLUMNS, triton.next_power_of_2(size)) for size in (hidden, width))
+    pdl, options = dependent_launch(x)
+    normed = {"norm": x if norm is None else norm[0], "eps": 0.0 if norm is None else norm[1], "NORM": norm is not None}
     router_kernel[(tokens, triton.cdiv(rows, ROUTER_ROWS))](
         x=x,
         weight=router,
@@ -147,7 +194,10 @@ def step(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, experts: Expe
         ROWS=rows,
         BLOCK_N=ROUTER_ROWS,
         BLOCK_K=along_hidden,
+        PDL=pdl,
         num_warps=4,
+        **normed,
+        **options,
     )
     choose_kernel[(tokens,)](
         logits=logits,
@@ -163,7 +213,9 @@ def step(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, experts: Expe
         RENORMALISE=experts.renormalise,
         BLOCK=triton.next_power_of_2(experts.count),
         SLOTS=triton.next_power_of_2(each),
+        PDL=pdl,
         num_warps=1,
+        **options,
     )
     gate_up_kernel[(tokens * each, triton.cdiv(width, UP_ROWS))](
         x=x,
@@ -176,7 +228,10 @@ def step(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, experts: Expe
         EACH=each,
         BLOCK_N=UP_ROWS,
         BLOCK_K=along_hidden,
+        PDL=pdl,
         num_warps=4,
+        **normed,
+        **options,
     )
     down_kernel[(tokens, triton.cdiv(hidden, DOWN_ROWS))](
         made=made,
@@ -184,11 +239,15 @@ def step(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, experts: Expe
         ids=ids,
         weights=weights,
         out=out,
+        out_stride=out.stride(0),
         hidden=hidden,
         width=width,
         EACH=each,
+        ADD=add,
         BLOCK_N=DOWN_ROWS,
         BLOCK_K=along_width,
+        PDL=pdl,
         num_warps=4,
+        **options,
     )
     return out

@@ -94,7 +94,7 @@ def test_logits_and_states_are_those_of_torch(family: str, dtype: str, kv_dtype:
     made = decoder(family, getattr(torch, dtype))
     ours, theirs = states(made, rows, kv_dtype)
     tokens = torch.randint(0, SIZES["vocab_size"], (STEPS, rows), generator=torch.Generator().manual_seed(13))
-    tolerance = 2e-5 if dtype == "float32" else 4e-2  # of fp8 codes one beside the other
+    tolerance = 2e-5 if dtype == "float32" else 8e-2  # of fp8 codes one beside the other, in three layers of four
     for given in tokens:
         made.step = "torch"
         expected = made.decode(given, theirs)

@@ -19,6 +19,7 @@ ROUTER_ROWS, UP_ROWS, DOWN_ROWS = 4, 8, 8
 """Rows of a weight that one program multiplies."""
 COLUMNS = 512
 """Columns of them at a time."""
+WARPS = 4
 
 
 @triton.jit
@@ -195,7 +196,7 @@ def step(
         BLOCK_N=ROUTER_ROWS,
         BLOCK_K=along_hidden,
         PDL=pdl,
-        num_warps=4,
+        num_warps=WARPS,
         **normed,
         **options,
     )
@@ -229,7 +230,7 @@ def step(
         BLOCK_N=UP_ROWS,
         BLOCK_K=along_hidden,
         PDL=pdl,
-        num_warps=4,
+        num_warps=WARPS,
         **normed,
         **options,
     )
@@ -247,7 +248,7 @@ def step(
         BLOCK_N=DOWN_ROWS,
         BLOCK_K=along_width,
         PDL=pdl,
-        num_warps=4,
+        num_warps=WARPS,
         **options,
     )
     return out

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, make, save
+from tiny import FAMILIES, SIZES, make, save
 
 from splitkv import UnsupportedError
 from splitkv.cache.models import model_from_config
@@ -17,7 +17,7 @@ from splitkv.models.decoder import Decoder
 from splitkv.models.loading import open_model
 from splitkv.models.moe import ExpertMLP
 
-pytest.importorskip("transformers")
+AutoConfig = pytest.importorskip("transformers").AutoConfig
 WITH_EXPERTS = ("qwen3_moe", "qwen3_5_moe", "deepseek_v2")
 
 
@@ -151,3 +151,33 @@ def test_configs_that_are_not_built(case: str) -> None:
     config = make(family).config.to_dict() | changes
     with pytest.raises(error, match=message):
         DecoderConfig.from_config(config, "config.json")
+
+
+def as_published(family: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The same config in the words of the published files, which are older than transformers 5."""
+    rope = config.pop("rope_parameters")
+    if family == "gemma3":
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings"):
+            config.pop(name)
+        config.pop("layer_types")
+        config |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6}
+        config["rope_scaling"] = {"factor": rope["full_attention"]["factor"], "rope_type": "linear"}
+        return {"model_type": "gemma3", "text_config": config, "vision_config": {}}
+    config |= {"rope_theta": rope.pop("rope_theta"), "scoring_func": "softmax", "moe_layer_freq": 1}
+    rope["type"] = rope.pop("rope_type")
+    return config | {"rope_scaling": rope, "head_dim": None}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "gemma3"])
+def test_published_configs_say_the_same(family: str) -> None:
+    changes = {} if family == "deepseek_v2" else {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208,
+        "layer_types": None, "num_hidden_layers": 7,
+    }  # fmt: skip
+    config = AutoConfig.for_model(
+        "gemma3_text" if family == "gemma3" else family, **{**SIZES, **FAMILIES[family], **changes}
+    ).to_dict()
+    expected = DecoderConfig.from_config(dict(config), "config.json")
+    assert DecoderConfig.from_config(as_published(family, config), "config.json") == expected
+    if family == "gemma3":
+        assert expected.layer_types == ("sliding_attention",) * 5 + ("full_attention", "sliding_attention")

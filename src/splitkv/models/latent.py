@@ -67,22 +67,28 @@ class LatentAttention(nn.Module):
 
     def decode(self, x: Tensor, rotation: tuple[Tensor, Tensor], state: DecodeState) -> Tensor:
         """x [batch, hidden], one token a row, at the position before the state's length."""
-        return project(self._attend(project(x, self.project), rotation, state), self.out)
-
-    def step(self, norm: RMSNorm, now: FusedStep) -> None:
-        """x += decode(norm(x)), with the products of a fused step."""
-        projected = now.products.after_norm(now.x, norm, self.project)
-        now.products.onto(now.x, self._attend(projected, now.rotation, now.state), self.out)
-
-    def _attend(self, projected: Tensor, rotation: tuple[Tensor, Tensor], state: DecodeState) -> Tensor:
-        """Values of all heads, [batch, heads * v_dim]."""
         sizes = self.latent
-        q_nope, q_rope, kept = self._split(projected, rotation)
+        q_nope, q_rope, kept = self._split(project(x, self.project), rotation)
         w_k, w_v = self.kv_b.split((sizes.nope_dim, sizes.v_dim), 1)
         absorbed = torch.bmm(q_nope.transpose(0, 1), w_k).transpose(0, 1)
         q = torch.cat([absorbed, q_rope], -1)
         attended = state.attend(self.layer, q, kept, kept[..., : sizes.rank], None)
-        return torch.bmm(attended.transpose(0, 1), w_v.mT).transpose(0, 1).flatten(-2)
+        values = torch.bmm(attended.transpose(0, 1), w_v.mT).transpose(0, 1)
+        return project(values.flatten(-2), self.out)
+
+    def step(self, norm: RMSNorm, now: FusedStep) -> None:
+        """x += decode(norm(x)), by the kernels."""
+        from .latent_kernels import absorb, values
+
+        projected = now.products.after_norm(now.x, norm, self.project)
+        queries, latents = projected[:, : self.sizes[0]], projected[:, self.sizes[0] :]
+        if self.q_norm is not None and self.q_b is not None:
+            queries = now.products.after_norm(queries, self.q_norm, self.q_b)
+        own = self.norm.weight, self.norm.eps
+        cache = now.state.caches[self.layer]
+        q = absorb(queries, latents, self.kv_b, own, now.rotation, now.positions, cache, self.latent)
+        attended = now.state.attend_held(self.layer, q, None)
+        now.products.onto(now.x, values(attended, self.kv_b, self.latent), self.out)
 
     def parts(self, name: str) -> Iterator[Part]:
         sizes, own = self.latent, self.project.split(self.sizes)

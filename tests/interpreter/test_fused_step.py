@@ -9,12 +9,14 @@ import torch
 
 pytest.importorskip("triton")
 
+from splitkv import ContiguousKVCache
 from splitkv.models.config import KINDS, DecoderConfig
 from splitkv.models.decoder import Decoder
+from splitkv.models.place_kernels import place
 from splitkv.models.state import DecodeState
 
 SIZES = {
-    "vocab_size": 70, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "vocab_size": 37, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6,
     "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -25,6 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": {
         "head_dim": 32, "num_key_value_heads": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 2,
     },
     "qwen3_5_moe": {
         "head_dim": 32, "num_key_value_heads": 1, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
@@ -78,8 +81,7 @@ def assert_same(ours: DecodeState, theirs: DecodeState, tolerance: float) -> Non
         assert torch.equal(cache.seq_lens, other.seq_lens) and torch.equal(cache.dropped, other.dropped)
         for name in ("k_cache", "v_cache"):
             a, b = getattr(cache, name).float(), getattr(other, name).float()
-            step = {1: 0.13}.get(getattr(cache, name).element_size(), tolerance)  # fp8: one code more or less
-            assert ((a - b).abs() <= step * b.abs() + tolerance).all(), name
+            assert (a - b).abs().max() <= tolerance * b.abs().max(), name
     for name in ("conv", "memory"):
         for layer, store in getattr(ours, name).items():
             other = getattr(theirs, name)[layer].float()
@@ -88,13 +90,13 @@ def assert_same(ours: DecodeState, theirs: DecodeState, tolerance: float) -> Non
 
 @pytest.mark.parametrize("step", ["fused", "streamed"])
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "f32"), ("float16", "fp8_e4m3")])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "f32"), ("float16", "f16")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_states_are_those_of_torch(family: str, dtype: str, kv_dtype: str, rows: int, step: str) -> None:
     made = decoder(family, getattr(torch, dtype))
     ours, theirs = states(made, rows, kv_dtype)
     tokens = torch.randint(0, SIZES["vocab_size"], (STEPS, rows), generator=torch.Generator().manual_seed(13))
-    tolerance = 2e-5 if dtype == "float32" else 8e-2  # of fp8 codes one beside the other, in three layers of four
+    tolerance = 2e-5 if dtype == "float32" else 2e-2
     for given in tokens:
         made.step = "torch"
         expected = made.decode(given, theirs)
@@ -120,3 +122,23 @@ def test_a_full_row_drops_its_token_and_counts_it() -> None:
     made.decode(torch.tensor([1, 2]), ours)
     assert_same(ours, theirs, 2e-5)
     assert ours.caches[0].dropped.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16], ids=str)
+def test_keys_and_values_are_stored_as_append_does(stored: torch.dtype) -> None:
+    """Without norms and at position 0 nothing is changed on the way: the bytes are append's, others stay."""
+    heads, kv_heads, dim, rows = 3, 3, 48, 2
+    caches = [ContiguousKVCache(rows, 4, kv_heads, dim, dtype=stored, device="cpu") for _ in range(2)]
+    for cache in caches:
+        cache.k_cache.view(torch.uint8).fill_(1)
+        cache.v_cache.view(torch.uint8).fill_(1)
+    projected = 100 * torch.randn(rows, 3 * heads * dim, generator=torch.Generator().manual_seed(1)).half()
+    projected[0, 60:90] *= 1e-3
+    q, k, v = projected.unflatten(-1, (3, heads, dim)).unbind(1)
+    caches[0].append(k, v)
+    rotation = torch.ones(rows, 1, dim // 2), torch.zeros(rows, 1, dim // 2)
+    out, gate = place(projected, None, rotation, torch.zeros(rows, dtype=torch.int32), caches[1], heads, gated=False)
+    assert gate is None and torch.equal(out, q) and caches[1].seq_lens.tolist() == [1, 1]
+    for name in ("k_cache", "v_cache"):
+        ours, theirs = (getattr(cache, name).view(torch.uint8) for cache in caches)
+        assert torch.equal(ours, theirs), name

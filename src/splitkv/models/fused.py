@@ -87,6 +87,8 @@ class FusedStep:
     def __init__(
         self, kind: str, tokens: Tensor, embedding: Tensor, frequencies: Tensor, rope_scale: float, state: DecodeState
     ) -> None:
+        if kind not in STEPS[1:]:
+            raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {kind!r}")
         rows = tokens.shape[0]
         ours = kind == "streamed" and (rows == 1 or (rows <= MOST_ROWS and embedding.dtype != torch.float32))
         self.products = StreamedProducts() if ours else TorchProducts()

@@ -34,17 +34,18 @@ class Tile:
     prefetch: bool = False
 
 
-ONE_ROW = Tile(rows=4, columns=1024)
-ONE_ROW_PAIRED = Tile(rows=2, columns=1024)
-FEW_ROWS = Tile(rows=32, columns=256, stages=4)
-FEW_ROWS_PAIRED = Tile(rows=32, columns=128, stages=4)
+def tile_for(rows: int, size: int, columns: int, paired: bool) -> Tile:
+    """For `rows` of the input, and weights of [size, columns], or twice as many where paired."""
+    if rows == 1:
+        return Tile(rows=2 if paired else 4, columns=1024)
+    return Tile(rows=32, columns=128 if paired else 256, stages=4)
 
 
 @triton.jit
 def load_tile(rows, is_row, k, columns):
-    """Past the L1 cache, which so keeps the input for all blocks of a multiprocessor."""
+    """First to leave the L1 cache, which so keeps the input for all blocks of a multiprocessor."""
     mask = is_row[:, None] & (k < columns)[None, :]
-    return tl.load(rows[:, None] + k[None, :], mask=mask, other=0, cache_modifier=".cg", eviction_policy="evict_first")
+    return tl.load(rows[:, None] + k[None, :], mask=mask, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -63,12 +64,11 @@ def prefetch_rows(weight, first, size, columns, BLOCK_N: tl.constexpr, LINES: tl
 
 @triton.jit
 def vector_kernel(
-    x, weight, bias, factor, out, size, columns, x_stride, factor_stride, out_stride, eps,
+    x, weight, bias, factor, out, size, columns, eps,
     NORM: tl.constexpr, FACTOR: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PAIRED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of BLOCK_N outputs, rows of x). Each output is a sum over one row of the weights, in f32."""
-    row = tl.program_id(1).to(tl.int64)
+    """Grid: (blocks of BLOCK_N outputs,). Of one row x: each output is a sum over one row of the weights, in f32."""
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -95,11 +95,11 @@ def vector_kernel(
             gdc_wait()
         for start in range(0, columns, BLOCK_K):
             at = start + k
-            values = tl.load(x + row * x_stride + at, mask=at < columns, other=0).to(tl.float32)
+            values = tl.load(x + at, mask=at < columns, other=0).to(tl.float32)
             if NORM:
                 squares += values * values
             if FACTOR:
-                by = tl.load(factor + row * factor_stride + at, mask=at < columns, other=0)
+                by = tl.load(factor + at, mask=at < columns, other=0)
                 values *= by.to(tl.float32)
             after = load_tile(rows, is_row, at + BLOCK_K, columns)
             after2 = after
@@ -114,11 +114,11 @@ def vector_kernel(
         for start in tl.range(0, columns, BLOCK_K, num_stages=STAGES):
             at = start + k
             tile = load_tile(rows, is_row, at, columns)
-            values = tl.load(x + row * x_stride + at, mask=at < columns, other=0).to(tl.float32)
+            values = tl.load(x + at, mask=at < columns, other=0).to(tl.float32)
             if NORM:
                 squares += values * values
             if FACTOR:
-                by = tl.load(factor + row * factor_stride + at, mask=at < columns, other=0)
+                by = tl.load(factor + at, mask=at < columns, other=0)
                 values *= by.to(tl.float32)
             if PAIRED:
                 total2 += load_tile(rows2, is_row, at, columns).to(tl.float32) * values[None, :]
@@ -132,13 +132,13 @@ def vector_kernel(
         result += tl.load(bias + n, mask=is_row, other=0).to(tl.float32)
     if PAIRED:
         result = result * tl.sigmoid(result) * (tl.sum(total2, 1) * scale)
-    places = out + row * out_stride + n
+    places = out + n
     if ADD:
         result += tl.load(places, mask=is_row, other=0).to(tl.float32)
     tl.store(places, result.to(out.dtype.element_ty), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def rows_kernel(
     x, weight, bias, out, size, columns, count, x_stride, out_stride,
     BIAS: tl.constexpr, ADD: tl.constexpr, PAIRED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -203,22 +203,21 @@ def product(
     """
     rows, columns = x.shape
     size = out.shape[1]
-    given = dict(x=x, weight=weight, bias=weight if bias is None else bias, out=out, size=size, columns=columns)
-    given |= dict(x_stride=x.stride(0) if rows > 1 else 0, out_stride=out.stride(0) if rows > 1 else 0)
+    tile = tile or tile_for(rows, size, columns, paired)
+    given: dict[str, Any] = dict(x=x, weight=weight, bias=weight if bias is None else bias, out=out)
+    given |= dict(size=size, columns=columns)
     flags: dict[str, Any] = dict(BIAS=bias is not None, ADD=add, PAIRED=paired)
+    kernel = rows_kernel
     if rows == 1:
-        tile = tile or (ONE_ROW_PAIRED if paired else ONE_ROW)
+        kernel = vector_kernel
         if norm is not None:
             factor = norm[0]
-        given |= dict(factor=weight if factor is None else factor, factor_stride=0, eps=norm[1] if norm else 0.0)
+        given |= dict(factor=weight if factor is None else factor, eps=norm[1] if norm else 0.0)
         flags |= dict(NORM=norm is not None, FACTOR=factor is not None)
-        kernel, grid = vector_kernel, (triton.cdiv(size, tile.rows), 1)
     else:
-        tile = tile or (FEW_ROWS_PAIRED if paired else FEW_ROWS)
-        given["count"] = rows
+        given |= dict(count=rows, x_stride=x.stride(0), out_stride=out.stride(0))
         flags["BLOCK_M"] = MOST_ROWS
-        kernel, grid = rows_kernel, (triton.cdiv(size, tile.rows),)
     pdl, options = dependent_launch(x)
     blocks = dict(BLOCK_N=tile.rows, BLOCK_K=tile.columns, STAGES=tile.stages, PREFETCH=pdl and tile.prefetch, PDL=pdl)
-    kernel[grid](**given, **flags, **blocks, num_warps=tile.num_warps, **options)
+    kernel[(triton.cdiv(size, tile.rows),)](**given, **flags, **blocks, num_warps=tile.num_warps, **options)
     return out

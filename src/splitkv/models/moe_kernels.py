@@ -185,20 +185,11 @@ def step(
     ids, out = scratch(tokens, each, dtype=torch.int32), x if add else scratch(tokens, hidden, dtype=x.dtype)
     along_hidden, along_width = (min(COLUMNS, triton.next_power_of_2(size)) for size in (hidden, width))
     pdl, options = dependent_launch(x)
-    normed = {"norm": x if norm is None else norm[0], "eps": 0.0 if norm is None else norm[1], "NORM": norm is not None}
+    weight, eps = (x, 0.0) if norm is None else norm
+    of_x = dict(x=x, x_stride=x.stride(0), hidden=hidden, norm=weight, eps=eps, NORM=norm is not None)
+    of_x |= dict(BLOCK_K=along_hidden, PDL=pdl, num_warps=WARPS, **options)
     router_kernel[(tokens, triton.cdiv(rows, ROUTER_ROWS))](
-        x=x,
-        weight=router,
-        logits=logits,
-        x_stride=x.stride(0),
-        hidden=hidden,
-        ROWS=rows,
-        BLOCK_N=ROUTER_ROWS,
-        BLOCK_K=along_hidden,
-        PDL=pdl,
-        num_warps=WARPS,
-        **normed,
-        **options,
+        weight=router, logits=logits, ROWS=rows, BLOCK_N=ROUTER_ROWS, **of_x
     )
     choose_kernel[(tokens,)](
         logits=logits,
@@ -219,20 +210,7 @@ def step(
         **options,
     )
     gate_up_kernel[(tokens * each, triton.cdiv(width, UP_ROWS))](
-        x=x,
-        weight=gate_up,
-        ids=ids,
-        made=made,
-        x_stride=x.stride(0),
-        hidden=hidden,
-        width=width,
-        EACH=each,
-        BLOCK_N=UP_ROWS,
-        BLOCK_K=along_hidden,
-        PDL=pdl,
-        num_warps=WARPS,
-        **normed,
-        **options,
+        weight=gate_up, ids=ids, made=made, width=width, EACH=each, BLOCK_N=UP_ROWS, **of_x
     )
     down_kernel[(tokens, triton.cdiv(hidden, DOWN_ROWS))](
         made=made,

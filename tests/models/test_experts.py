@@ -16,6 +16,7 @@ from splitkv.models.config import DecoderConfig, Experts
 from splitkv.models.decoder import Decoder
 from splitkv.models.loading import open_model
 from splitkv.models.moe import ExpertMLP
+from splitkv.models.state import DecodeState
 
 AutoConfig = pytest.importorskip("transformers").AutoConfig
 WITH_EXPERTS = ("qwen3_moe", "qwen3_5_moe", "deepseek_v2")
@@ -87,18 +88,36 @@ def test_grouped_products_are_the_same(tokens: int, dtype: torch.dtype, toleranc
     assert (layer.grouped(x, *routed).float() - expected).abs().max() < tolerance * expected.abs().max()
 
 
-def test_a_step_reads_the_chosen_experts() -> None:
-    """Bytes of one row are those of the experts that the router names; of more, at most all of them."""
-    layer = mixture(torch.float32)
-    one = (2 * 40 * 64 + 64 * 40) * 4
-    always = 17 * 64 * 4 + 2 * one  # router and gate, and the two shared experts
-    assert layer.bytes_read(1) == always + 4 * one
-    assert layer.bytes_read(2) == always + round((4 + 4 * 12 / 16) * one)
-    assert always + 15.9 * one < layer.bytes_read(64) <= always + 16 * one
-    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(4))
-    ids = layer.route(x)[1][:, :4].reshape(-1, 2, 4)  # pairs of rows
-    distinct = torch.tensor([len(set(pair.flatten().tolist())) for pair in ids]).float().mean()
-    assert distinct <= 4 + 4 * 12 / 16 + 0.05  # a router with favourites reads less than one without
+def test_experts_that_a_step_is_expected_to_read() -> None:
+    """Two shared; of 16 even ones 4 for one row, and all of them for many."""
+    experts = mixture(torch.float32).experts
+    assert experts.expected_read(1) == 6.0 and experts.expected_read(2) == 2 + 4 + 4 * 12 / 16
+    assert 17.9 < experts.expected_read(64) < 18
+    draw = torch.Generator().manual_seed(4)
+    pairs = [{*torch.randperm(16, generator=draw)[:4].tolist(), *torch.randperm(16, generator=draw)[:4].tolist()}
+             for _ in range(2000)]  # fmt: skip
+    assert sum(map(len, pairs)) / 2000 == pytest.approx(experts.expected_read(2) - 2, rel=0.02)
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_the_experts_really_chosen_are_counted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(DecoderConfig.from_config(make(family).config.to_dict(), family), torch.float32, "cpu")
+    decoder.randomise(1)
+    chosen: list[set[int]] = []
+    real = ExpertMLP.one_by_one
+
+    def noted(layer: ExpertMLP, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        chosen.append(set(ids.flatten().tolist()))
+        return real(layer, x, weights, ids)
+
+    monkeypatch.setattr(ExpertMLP, "one_by_one", noted)
+    state = DecodeState(decoder.config, 3, 8, "f32", torch.float32, "cpu")
+    counted = decoder.bytes_of_step(torch.tensor([3, 4, 5]), state)
+    mixtures = [layer.experts for layer in decoder.layers if layer.experts is not None]
+    unread = sum(len(m.gate_up) - len(ids) for m, ids in zip(mixtures, chosen, strict=True)) * 3 * 24 * 64 * 4
+    assert unread > 0 and counted == decoder.bytes_per_step(10_000) - unread
+    assert state.seq_lens.tolist() == [1, 1, 1]
+    assert decoder.bytes_of_step(torch.tensor([3]), state) == decoder.bytes_per_step()
 
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)

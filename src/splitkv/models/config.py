@@ -83,8 +83,8 @@ class Experts:
     layers: frozenset[int]
 
     def expected_read(self, rows: int) -> float:
-        """Distinct routed experts that a step of `rows` tokens reads: exact for one, else expected of even routing."""
-        return self.count * (1 - (1 - self.chosen / self.count) ** rows)
+        """Different experts that a step of `rows` tokens reads: exact for one, else expected of even routing."""
+        return self.shared + self.count * (1 - (1 - self.chosen / self.count) ** rows)
 
 
 @dataclass(frozen=True)

@@ -316,13 +316,35 @@ class Decoder(nn.Module):
         All but an embedding that is not also the output matrix; of experts those that are chosen, which is exact for
         one row, and for more what is expected if every expert is as likely as the next.
         """
+        return self._bytes_read(lambda mixture: mixture.experts.expected_read(rows))
+
+    def bytes_of_step(self, tokens: Tensor, state: DecodeState) -> int:
+        """The same for one more token of every row, with the experts that are really chosen.
+
+        With experts and several rows this does the step, in torch, and waits for it; the state moves on.
+        """
+        mixtures = [layer.experts for layer in self.layers if layer.experts is not None]
+        if not mixtures or tokens.shape[0] == 1:
+            return self.bytes_per_step()
+        step, self.step = self.step, "torch"
+        for mixture in mixtures:
+            mixture.counted = []
+        try:
+            self.decode(tokens, state)
+            return self._bytes_read(lambda mixture: sum(mixture.counted or []))
+        finally:
+            self.step = step
+            for mixture in mixtures:
+                mixture.counted = None
+
+    def _bytes_read(self, experts_read: Callable[[ExpertMLP], float]) -> int:
         weights = {id(p): p.numel() * p.element_size() for p in self.parameters()}
         if self.head is not self.embedding:
             weights.pop(id(self.embedding))
         read = 0
         for layer in self.layers:
             if layer.experts is not None:
-                read += layer.experts.bytes_read(rows)
+                read += layer.experts.bytes_read(experts_read(layer.experts))
                 for p in layer.experts.parameters():
                     weights.pop(id(p))
         return read + sum(weights.values())

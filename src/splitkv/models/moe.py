@@ -27,11 +27,15 @@ FEW_TOKENS = 16
 
 
 class ExpertMLP(nn.Module):
-    """The router and all experts of one layer. Router's last row: the gate of the shared experts, if it is there."""
+    """The router and all experts of one layer. Router's last row: the gate of the shared experts, if it is there.
+
+    counted: None, or a list to which `decode` adds how many different experts it read, which waits for the device.
+    """
 
     def __init__(self, experts: Experts, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.experts = experts
+        self.counted: list[int] | None = None
         total = experts.count + experts.shared
         self.router = empty_weight(experts.count + experts.gated, hidden, dtype=dtype, device=device)
         self.gate_up = empty_weight(total, 2 * experts.width, hidden, dtype=dtype, device=device)
@@ -65,6 +69,8 @@ class ExpertMLP(nn.Module):
 
     def decode(self, x: Tensor) -> Tensor:
         """The same for one token a row, without waiting: a CUDA graph may hold it."""
+        if self.counted is not None:
+            self.counted.append(int(self.route(x)[1].unique().numel()))
         if not x.is_cuda:
             return self.one_by_one(x, *self.route(x))
         if x.shape[0] > FEW_TOKENS and self._can_group(x):
@@ -113,11 +119,10 @@ class ExpertMLP(nn.Module):
         out[order] = weighted
         return out.unflatten(0, (-1, each)).sum(1).to(x.dtype)
 
-    def bytes_read(self, rows: int) -> int:
-        """Bytes of weights that a step of `rows` tokens reads: exact for one, else expected of even routing."""
+    def bytes_read(self, experts: float) -> int:
+        """Bytes of weights that a step reads which reads this many experts, the shared ones included."""
         one = (self.gate_up[0].numel() + self.down[0].numel()) * self.gate_up.element_size()
-        read = self.experts.expected_read(rows) + self.experts.shared
-        return self.router.numel() * self.router.element_size() + round(read * one)
+        return self.router.numel() * self.router.element_size() + round(experts * one)
 
     def parts(self, name: str) -> Iterator[Part]:
         experts, (_, hidden, width) = self.experts, self.down.shape

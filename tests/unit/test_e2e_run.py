@@ -70,7 +70,7 @@ def test_the_floor_is_the_bytes_of_a_step_over_the_bandwidth(tiny: str) -> None:
     row, facts = result["rows"][0], result["geometries"][tiny]
     attention, linear, batch, middle = 1, 3, 2, 300 + 5 // 2
     kv = attention * batch * middle * 2 * 2 * 16 * 2  # K and V, 2 heads of 16 in f16
-    states = linear * batch * (2 * 16 * 16 * 4 + 3 * (2 * 2 * 16 + 2 * 16) * 4)  # memory, and 3 inputs of 96 channels
+    states = linear * batch * (2 * 16 * 16 * 4 + 4 * (2 * 2 * 16 + 2 * 16) * 4)  # memory, and 4 inputs of 96 channels
     assert row["bytes_per_step"]["kv_and_states"] == kv + 2 * states
     assert row["bytes_per_step"]["embedding_rows"] == batch * 64 * 4
     embedding = 500 * 64 * 4

@@ -79,9 +79,10 @@ def choose_kernel(
     found = tl.zeros([SLOTS], tl.int32)
     weight = tl.zeros([SLOTS], tl.float32)
     for i in tl.static_range(CHOSEN):
-        best = tl.minimum(tl.argmax(left, 0), COUNT - 1)  # NaN may point anywhere
+        value, best = tl.max(left, 0, return_indices=True)
+        best = tl.minimum(best, COUNT - 1)  # NaN may point anywhere
         found = tl.where(slot == i, best, found)
-        weight = tl.where(slot == i, tl.max(left, 0), weight)
+        weight = tl.where(slot == i, value, weight)
         left = tl.where(e == best, -1.0, left)
     if RENORMALISE:
         weight = weight / tl.sum(weight, 0)

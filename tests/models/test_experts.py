@@ -200,3 +200,28 @@ def test_published_configs_say_the_same(family: str) -> None:
     assert DecoderConfig.from_config(as_published(family, config), "config.json") == expected
     if family == "gemma3":
         assert expected.layer_types == ("sliding_attention",) * 5 + ("full_attention", "sliding_attention")
+
+
+@pytest.mark.parametrize(
+    ("text", "head", "vision"),
+    [
+        ("language_model.model.", "language_model.lm_head.", "vision_tower.vision_model."),
+        ("model.language_model.", "lm_head.", "model.multi_modal_projector."),
+    ],
+)
+def test_the_text_part_of_a_model_that_sees(text: str, head: str, vision: str, tmp_path: Path) -> None:
+    """Gemma 3's published names, older and newer, beside tensors of its vision part."""
+    from safetensors.torch import load_file, save_file
+
+    model = make("gemma3", tie_word_embeddings=False)
+    expected = open_model(save(model, tmp_path / "m")).load(torch.float32, "cpu")
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    renamed = {
+        name.replace("model.", text, 1) if name.startswith("model.") else name.replace("lm_head.", head): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed | {f"{vision}weight": torch.zeros(3)}, file)
+    found = open_model(tmp_path / "m").load(torch.float32, "cpu")
+    for ours, theirs in zip(found.parts(), expected.parts(), strict=True):
+        assert ours.name == theirs.name and torch.equal(ours.dest, theirs.dest), ours.name

@@ -20,9 +20,10 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MOST_INDEX_BYTES = 64 << 20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_PREFIXES = ("model.language_model.", "model.", "")
-"""Of a checkpoint with a vision part, of a text model, and of a bare one; the first that fits the embedding."""
-_NOT_TEXT = re.compile(r"(model\.)?visual\.|mtp\.|.*\.rotary_emb\.inv_freq$")
+_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
+"""Of a checkpoint with a vision part, of Gemma 3's, of a text model, and of a bare one; the first that fits the
+embedding."""
+_NOT_TEXT = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector)\.|mtp\.|.*\.rotary_emb\.inv_freq$")
 """Vision, multi-token prediction, and a buffer that old checkpoints hold: none is part of the text decoder."""
 
 
@@ -155,7 +156,7 @@ def _canonical(stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
     for full, value in stored.items():
         if _NOT_TEXT.match(full):
             continue
-        name = full.removeprefix(prefix)
+        name = full.removeprefix(prefix).removeprefix("language_model.")  # which Gemma 3's lm_head has alone
         stacked = unstacked(name, value.shape()) if _STACKED.fullmatch(name) else []
         for own, expert, first, end in stacked:
             found[own] = replace(value, expert=expert, first=first, end=end)

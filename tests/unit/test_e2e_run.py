@@ -70,7 +70,7 @@ def test_the_floor_is_the_bytes_of_a_step_over_the_bandwidth(tiny: str) -> None:
     row, facts = result["rows"][0], result["geometries"][tiny]
     attention, linear, batch, middle = 1, 3, 2, 300 + 5 // 2
     kv = attention * batch * middle * 2 * 2 * 16 * 2  # K and V, 2 heads of 16 in f16
-    states = linear * batch * (2 * 16 * 16 * 4 + 3 * (2 * 2 * 16 + 2 * 16) * 4)  # memory, and 3 inputs of 96 channels
+    states = linear * batch * (2 * 16 * 16 * 4 + 4 * (2 * 2 * 16 + 2 * 16) * 4)  # memory, and 4 inputs of 96 channels
     assert row["bytes_per_step"]["kv_and_states"] == kv + 2 * states
     assert row["bytes_per_step"]["embedding_rows"] == batch * 64 * 4
     embedding = 500 * 64 * 4
@@ -148,6 +148,28 @@ def test_what_the_decoder_cannot_build_is_not_measured_and_costs_nobody(tiny: st
     assert {row["geometry"] for row in result["rows"]} == {tiny} and result["failed_rows"] == 0
     (entry,) = result["not_measured"]
     assert entry["geometry"] == str(other) and "hidden_act: expected 'silu', got 'relu'" in entry["reason"]
+
+
+EXPERTS = {
+    "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
+LATENTS = EXPERTS | {
+    "model_type": "deepseek_v2", "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "n_routed_experts": 16, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [EXPERTS, LATENTS, {"model_type": "gemma2", "sliding_window": 20}])
+def test_other_families(changes: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps(TINY | changes))
+    result = run(str(file), depths=(24,), kv_dtypes=("f32",))
+    assert result["failed_rows"] == 0 and result["not_measured"] == [] and len(result["rows"]) == 4
+    read = {row["batch"]: row["bytes_per_step"]["weights"] for row in result["rows"]}
+    if "num_experts" in changes:  # of two rows more experts, and not all
+        assert read[1] < read[2] < read[1] + 4 * 3 * 24 * 64 * 4 * 2
+    else:
+        assert read[1] == read[2]
 
 
 def test_no_row_begins_after_the_limit(tiny: str) -> None:

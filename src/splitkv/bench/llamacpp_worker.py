@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from typing import Any
 
 KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
-"""GGML's numbers of the types that its flash attention reads keys and values in."""
+"""GGML's numbers of the types of keys and values. llama.cpp's flash attention would round f32 ones to f16, so with
+them it is off."""
 WARM_UP_STEPS = 4
 """Untimed steps that lead up to a depth. On a GPU llama.cpp captures its graph in the first ones."""
 _REPORT_S = 1.0
@@ -72,12 +73,15 @@ class Engine:
 
     @contextmanager
     def context(self, kv_dtype: str, capacity: int) -> Iterator[Any]:
-        """A cache of `capacity` tokens and the rest of what a sequence needs, with flash attention."""
+        """A cache of `capacity` tokens and the rest of what a sequence needs."""
         options = self.lib.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch = capacity, self.chunk, self.chunk
         options.n_threads = options.n_threads_batch = self.threads
         options.type_k = options.type_v = KV_TYPES[kv_dtype]
-        options.flash_attn_type = self.lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        flash = kv_dtype != "f32"
+        options.flash_attn_type = (
+            self.lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else self.lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
         context = self.lib.llama_init_from_model(self.model, options)
         if not context:
             raise Refused(f"llama.cpp makes no context of {capacity} tokens with {kv_dtype} KV: {self.said()}")

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
@@ -40,8 +41,7 @@ class Engine:
     """A model in llama.cpp. gpu_layers: 0 for the CPU alone, -1 for all on the GPU."""
 
     def __init__(self, gguf: str, threads: int, gpu_layers: int) -> None:
-        import llama_cpp
-
+        llama_cpp: Any = import_module("llama_cpp")
         self.lib, self.threads, self.chunk = llama_cpp, threads, 2048 if gpu_layers else 512
         self._log: deque[str] = deque(maxlen=4)
         self._keep_log = llama_cpp.llama_log_callback(self._logged)

@@ -57,7 +57,7 @@ def write_gguf(decoder: Decoder, file: Path, progress: Progress | None = None) -
         writer = gguf.GGUFWriter(temporary, _ARCHITECTURES[config.kind])
         try:
             for key, value in metadata.items():
-                add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
+                add: Any = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
                 add(f"{_ARCHITECTURES[config.kind]}.{key}", value)
             writer.add_tokenizer_model("none")
             writer.add_token_list([f"<{i}>" for i in range(config.vocab_size)])

@@ -22,6 +22,7 @@ from .attention_cases import AttentionCase
 from .attention_data import ROWS, CaseTensors, KVArena, arena_elements
 from .cases import memory_budget
 from .contender import OURS, Contender
+from .failures import DeviceBroken, require_working_device, short_reason
 from .peers import versions_of
 from .peers_flashinfer import build
 from .roofline import Bandwidth, read_bandwidth
@@ -36,7 +37,6 @@ PEER_FACTOR = 4.0
 """A peer's error may be this many times plain PyTorch's, plus one rounding, before its speed is withheld."""
 PEER_F32_ERROR, QUANTISED_ERROR = 2e-3, 6e-2
 """Relative error allowed to a peer that multiplies f32 in TF32, and to one that rounds q or P to fp8."""
-REASON_LENGTH = 300
 RULES = (
     f"splitkv: f32 max abs error <= {parity.F32_MAX_ABS:g}, else error <= {parity.PLAIN_FACTOR:g} x PyTorch SDPA's "
     "in q's dtype on the decoded values + one rounding of the output",
@@ -48,10 +48,6 @@ RULES = (
 
 Progress = Callable[[int, int, str], None]
 """(cases done, cases in all, what is being done now)."""
-
-
-class DeviceBroken(RuntimeError):
-    """The CUDA context reports an error that every later call would report too."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +154,8 @@ class _Run:
             except DeviceBroken:
                 raise
             except Exception as failure:  # too little memory, or a plan refused: the other rows must not go with it
-                _require_working_device(failure, device)
-                self.skip(case, _short(failure))
+                require_working_device(failure, device)
+                self.skip(case, short_reason(failure))
                 self.failures += 1
 
 
@@ -176,7 +172,7 @@ def build_peers(options: AttentionOptions) -> dict[str, Any]:
     try:
         built, error = build(options.contenders, options.cases), None
     except Exception as failure:  # the library is there and does not even import
-        built, error = {}, _short(failure)
+        built, error = {}, short_reason(failure)
     failed = {name: reason for name, reason in built.items() if reason}
     return {"modules": len(built), "failed": failed, "seconds": time.monotonic() - start, "error": error}
 
@@ -236,8 +232,8 @@ def _run_case(
                 reason = judge.refusal(contender, worst)
                 calls |= {} if reason else {contender.name: call}
             except Exception as failure:  # a peer may raise anything; it must not cost the others their row
-                _require_working_device(failure, options.device)
-                reason = _short(failure)
+                require_working_device(failure, options.device)
+                reason = short_reason(failure)
         if reason is not None:
             not_run[contender.name] = reason
     timings = _time(calls, not_run, case, rotation, options.device, bandwidth)
@@ -292,8 +288,8 @@ def _time(
             not_run |= {name: f"timing rejected: {reason}" for name, reason in rejected.reasons.items()}
             left = {name: call for name, call in left.items() if name not in rejected.reasons}
         except Exception as failure:  # names no contender: none of this row's timings can be trusted
-            _require_working_device(failure, device)
-            not_run |= {name: f"timing failed: {_short(failure)}" for name in left}
+            require_working_device(failure, device)
+            not_run |= {name: f"timing failed: {short_reason(failure)}" for name in left}
             left = {}
     return {}
 
@@ -328,19 +324,3 @@ def _row(case: AttentionCase, rotation: Rotation, bandwidth: Bandwidth, device: 
         "goal_us": GOAL_FACTOR * floor_us + GOAL_US,
     }
     return row | ({"lens": list(case.lens)} if case.lens else {})
-
-
-def _require_working_device(failure: Exception, device: str) -> None:
-    """Raises DeviceBroken if the failure left the GPU unusable: nothing measured after it would be worth anything."""
-    if device == "cuda":
-        try:
-            torch.cuda.synchronize()
-            torch.zeros(1, device=device).item()
-        except RuntimeError as error:
-            raise DeviceBroken(f"the GPU stopped working after: {_short(failure)}") from error
-
-
-def _short(failure: Exception) -> str:
-    """One line of what was raised."""
-    text = " ".join(f"{type(failure).__name__}: {failure}".split())
-    return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 3] + "..."

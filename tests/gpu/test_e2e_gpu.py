@@ -10,7 +10,7 @@ import pytest
 
 from splitkv.bench import record
 from splitkv.bench.e2e import E2eOptions, run_e2e
-from splitkv.bench.e2e_rows import OURS, UNSPLIT
+from splitkv.bench.summary import OURS, UNSPLIT
 
 CONFIG = {
     "model_type": "qwen3_5_text", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024,

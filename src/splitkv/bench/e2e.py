@@ -24,12 +24,13 @@ from . import machine, record
 from .e2e_llamacpp import KV_TYPES as KV_DTYPES
 from .e2e_model import make_prompt, prompt_stops
 from .e2e_peers import PEERS, PeerRun, run_peers
-from .e2e_rows import CONTENDERS, OURS, REFERENCE, Combination, Model, reference_logits
+from .e2e_rows import CONTENDERS, REFERENCE, Combination, Model, reference_logits
 from .e2e_source import Source, open_source
 from .e2e_timing import METHOD, run_length
 from .failures import DeviceBroken, require_working_device, short_reason
 from .fitting import attention_workspace
 from .roofline import Bandwidth, read_bandwidth
+from .summary import OURS
 
 SCHEMA = "splitkv.e2e.v1"
 ACTIVATIONS = {"cuda": "bf16", "cpu": "f32"}
@@ -75,7 +76,9 @@ def run_e2e(
         try:
             run.geometry(name)
         except DeviceBroken as error:
-            run.leave_out(name, str(error))
+            run.failures += 1
+            for left in options.geometries[options.geometries.index(name) :]:
+                run.leave_out(left, str(error))
             break
         except Exception as failure:  # the other geometries must not go with it
             run.failed(failure, name)

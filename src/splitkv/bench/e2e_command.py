@@ -135,8 +135,8 @@ def _numbers(text: str, name: str, most: int) -> tuple[int, ...]:
 
 def show(result: Mapping[str, Any]) -> None:
     """A row for every depth, KV dtype and batch; then profiles, differences, and what was left out."""
-    from .e2e_rows import OURS
     from .render import console, plain
+    from .summary import OURS
 
     out = console()
     for name in result["geometries"]:
@@ -182,7 +182,7 @@ def _times(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
     from rich import box
     from rich.table import Table
 
-    from .e2e_rows import OURS, UNSPLIT
+    from .summary import OURS, UNSPLIT
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=name, title_justify="left")
     table.add_column("KV", no_wrap=True)

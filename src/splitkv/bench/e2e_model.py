@@ -109,7 +109,9 @@ def fill(state: DecodeState, prompt: Prompt, seed: int) -> None:
     generator = torch.Generator(state.seq_lens.device)
     for layer, cache in state.caches.items():
         source = prompt.state.caches[layer]
-        names = (("k_cache", KEY_SCALE), ("v_cache", 1.0))
+        names = [("k_cache", KEY_SCALE), ("v_cache", 1.0)]
+        if cache.v_cache.data_ptr() == cache.k_cache.data_ptr():  # latent attention: values are columns of the keys
+            names.pop()
         for number, (name, scale) in enumerate(names):
             held, given = getattr(cache, name), getattr(source, name)
             held[:, : prompt.tokens].copy_(given[:, : prompt.tokens].expand(state.batch, -1, -1, -1))

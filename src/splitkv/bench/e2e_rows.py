@@ -16,13 +16,13 @@ from ..models.decoder import Decoder
 from ..models.loop import DecodeLoop
 from ..models.state import DecodeState
 from . import machine
-from .e2e_checks import Runs, audit_flips, logits_difference
+from .e2e_checks import Runs, attended_by, audit_flips, logits_difference
 from .e2e_model import Prompt, fill, first_tokens, rewind
 from .e2e_timing import first_run, profile_steps, run_length, step_times
 from .roofline import Bandwidth
+from .summary import OURS, UNSPLIT
 from .timing import COLD_MULTIPLE, noisy, rejection, summarise
 
-OURS, UNSPLIT = "splitkv", "splitkv-unsplit"
 CONTENDERS = {
     OURS: "the decoder of splitkv.models, attention split by policy auto",
     UNSPLIT: "the same step, attention in one split per row and KV head, policy pinned(1)",
@@ -81,7 +81,7 @@ class Combination:
         self.model, self.where = model, {"geometry": model.name, "kv_dtype": kv_dtype, "batch": batch}
         split = model.state(kv_dtype, batch, depth)
         attention = splitkv.DecodeAttention(split.problem, POLICIES[UNSPLIT], model.decoder.device)
-        states = {OURS: split, UNSPLIT: split.with_attention(attention)}
+        states = {OURS: split, UNSPLIT: attended_by(split, attention)}
         self.loops = {name: DecodeLoop(model.decoder, state) for name, state in states.items()}
         self.first = model.first(batch)
         fill(split, model.prompt, seed)  # after the captures, whose warm-up writes to the caches

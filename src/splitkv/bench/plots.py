@@ -93,7 +93,7 @@ def panels(count: int, columns: int = 3, size: tuple[float, float] = PANEL) -> t
     return figure, axes[:count]
 
 
-def _log_x(axes: Any, keys: Sequence[float]) -> None:
+def log_keys(axes: Any, keys: Sequence[float]) -> None:
     """A logarithmic axis that names the lengths measured, as far as there is room."""
     axes.set_xscale("log", base=2)
     shown: list[float] = []
@@ -106,7 +106,7 @@ def _log_x(axes: Any, keys: Sequence[float]) -> None:
     axes.set_xlabel("keys per row")
 
 
-def _log_us(axes: Any, label: str) -> None:
+def log_time(axes: Any, label: str) -> None:
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     if high < NARROW * low:
@@ -190,7 +190,7 @@ def _log_panels(
             labelled[name] = ax.plot(*_points(rows, bound), **BOUND_LINES[name])[0]
         labelled = {**_curves(ax, rows, colours, value), **labelled}
         _length_panel(ax, rows, title)
-        _log_us(ax, label)
+        log_time(ax, label)
     _legend(figure, labelled)
     return figure
 
@@ -211,7 +211,7 @@ def share_against_length(series: dict[str, list[Row]], colours: Colours) -> Figu
 
 
 def _length_panel(ax: Any, rows: Sequence[Row], title: str) -> None:
-    _log_x(ax, [row["seq_len"] for row in rows])
+    log_keys(ax, [row["seq_len"] for row in rows])
     ax.set_title(title, loc="left")
 
 

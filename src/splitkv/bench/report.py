@@ -33,7 +33,7 @@ from .summary import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ATTENTION, RUNGS = "splitkv.attention.v1", "splitkv.rungs.v1"
+ATTENTION, RUNGS, E2E = "splitkv.attention.v1", "splitkv.rungs.v1", "splitkv.e2e.v1"
 DPI = 130
 LEAST_LENGTHS = 2
 """Lengths that a series needs before a line through them says anything."""
@@ -67,8 +67,8 @@ def load(path: Path) -> Record:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"results: expected a result file, got {path} ({error})") from None
     schema = data.get("schema") if isinstance(data, dict) else None
-    if schema not in (ATTENTION, RUNGS):
-        raise ValueError(f"results: expected schema {ATTENTION} or {RUNGS} in {path}, got {schema!r}")
+    if schema not in (ATTENTION, RUNGS, E2E):
+        raise ValueError(f"results: expected schema {ATTENTION}, {RUNGS} or {E2E} in {path}, got {schema!r}")
     if not data.get("rows"):
         raise ValueError(f"results: expected rows in {path}, got none")
     return Record(path.stem, data)
@@ -96,8 +96,10 @@ def write_report(records: Sequence[Record], out: Path, plots_folder: Path | None
 
 def plots_of(record: Record) -> list[Plot]:
     """The figures that a record has rows for."""
-    from . import plots
+    from . import e2e_report, plots
 
+    if record.data["schema"] == E2E:
+        return [Plot(*found) for found in e2e_report.figures(record.data)]
     rows = [row for row in record.rows if row["us"]]
     if not rows:
         return []
@@ -175,7 +177,7 @@ def page(records: Sequence[Record], drawn: Drawn) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>splitkv: measured</title><style>{CSS}</style></head><body>\n"
-        "<h1>splitkv: measured</h1>\n<p>Decode attention over long caches, from the result files named below.</p>\n"
+        "<h1>splitkv: measured</h1>\n<p>Decoding over long caches, from the result files named below.</p>\n"
         f"{sections}\n</body></html>\n"
     )
 
@@ -195,16 +197,29 @@ def _section(record: Record, drawn: Sequence[tuple[Plot, bytes]]) -> str:
             f"<p>{escape(data.get('gpu') or data['cpu'])}, {escape(data['date'])}, commit "
             f"<code>{escape(str(data['commit'])[:12])}</code>{dirty}; {escape(versions)}</p>",
             f"<p>made by <code>{escape(data['command'])}</code></p>",
-            _cards(record),
-            figures,
-            "<h3>Every row</h3>",
-            _table(record.rows),
-            _notes(record),
+            *_contents(record, figures),
         ]
     )
 
 
-def _cards(record: Record) -> str:
+def _contents(record: Record, figures: str) -> list[str]:
+    """Cards, figures, the table of all rows, notes."""
+    if record.data["schema"] == E2E:
+        from . import e2e_report
+
+        cards, notes = e2e_report.cards(record.data), e2e_report.notes(record.data)
+        table = _table_of(e2e_report.HEAD, e2e_report.table(record.data))
+    else:
+        cards, notes, table = _cards(record), _notes(record), _table(record.rows)
+    boxes = "".join(
+        f"<div class='card'><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in cards
+    )
+    listed = "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in notes) + "</ul>" if notes else ""
+    return [f'<div class="cards">{boxes}</div>', figures, "<h3>Every row</h3>", table, listed]
+
+
+def _cards(record: Record) -> list[tuple[str, str]]:
+    """(value, what it is)."""
     total = totals([record])["records"][record.name]
     shares = [share for row in record.rows if (share := bandwidth_share(row)) is not None]
     cards = [(f"{record.data['read_bandwidth_tb_s']:.3g} TB/s", "read bandwidth, same run")]
@@ -215,27 +230,30 @@ def _cards(record: Record) -> str:
         cards.append((f"{total['ahead']} of {total['compared']}", "rows ahead of every other contender"))
     if record.data["schema"] == ATTENTION:
         cards.append((f"{total['at_goal']} of {total['goals']}", f"rows at the goal: {record.data['goal']}"))
-    text = "".join(
-        f"<div class='card'><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in cards
-    )
-    return f'<div class="cards">{text}</div>'
+    return cards
 
 
 def _table(rows: Sequence[Row]) -> str:
     head = ("case", "floor µs", "goal µs", "splitkv µs", "of bandwidth", "error", "best other", "µs", "speed-up")
+    return _table_of(head, {group: [_cells(row) for row in members] for group, members in groups(rows).items()})
+
+
+def _table_of(head: Sequence[str], found: Mapping[str, Sequence[Sequence[tuple[str, str]]]]) -> str:
+    """Lines of (class, text) by group, under a head."""
     lines = ["".join(f"<th>{escape(name)}</th>" for name in head)]
-    for group, members in groups(rows).items():
+    for group, members in found.items():
         lines.append(f'<td colspan="{len(head)}">{escape(group)}</td>')
-        lines += [_cells(row) for row in members]
+        lines += ["".join(f'<td class="{kind}">{escape(text)}</td>' for kind, text in cells) for cells in members]
     shown = [f"<tr{' class=group' if 'colspan' in line else ''}>{line}</tr>" for line in lines]
     return f'<div class="wide"><table>{"".join(shown)}</table></div>'
 
 
-def _cells(row: Row) -> str:
+def _cells(row: Row) -> list[tuple[str, str]]:
+    """(class, text)."""
     ours, peer, gain, share = row["us"].get(OURS), best_peer(row), speedup(row), bandwidth_share(row)
     met = ours is not None and ours <= goal_us(row)
     error = row["err"].get(OURS)
-    cells = [
+    return [
         ("", row["case"]),
         ("", f"{row['floor_us']:.1f}"),
         ("good" if met else "", f"{goal_us(row):.1f}"),
@@ -246,13 +264,20 @@ def _cells(row: Row) -> str:
         ("", f"{peer.us:,.1f}" if peer else ""),
         ("good" if gain and gain >= 1 else "bad", f"{gain:.2f}×" if gain else ""),
     ]
-    return "".join(f'<td class="{kind}">{escape(text)}</td>' for kind, text in cells)
 
 
 def totals(records: Sequence[Record]) -> dict[str, Any]:
-    """{"records": {name: rows in all, timed, ahead of every other contender, at the goal, and the cost lines}}."""
-    found = {}
+    """{"records": {name: rows in all, timed, ahead of every other contender, at the goal, and the cost lines}}.
+
+    Of end-to-end files: rows in all, timed, compared with unsplit attention, and those with the same tokens.
+    """
+    found: dict[str, dict[str, Any]] = {}
     for record in records:
+        if record.data["schema"] == E2E:
+            from . import e2e_report
+
+            found[record.name] = e2e_report.totals(record.data)
+            continue
         compared = [row for row in record.rows if not row.get("group", "").startswith(COST)]
         gains = [gain for row in compared if (gain := speedup(row)) is not None]
         found[record.name] = {
@@ -284,7 +309,7 @@ def cost_texts(record: Record) -> list[str]:
     return lines
 
 
-def _notes(record: Record) -> str:
+def _notes(record: Record) -> list[str]:
     rows = record.rows
     lines = []
     if any(peer.rough for row in rows if (peer := best_peer(row))):
@@ -296,4 +321,4 @@ def _notes(record: Record) -> str:
     lines += cost_texts(record)
     lines += [f"not run in {len(cases)} rows: {reason}" for reason, cases in sorted(reasons.items())]
     lines += [f"skipped {skip['case']}: {skip['reason']}" for skip in record.data.get("skipped", [])]
-    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
+    return lines

@@ -15,7 +15,7 @@ EXAMPLE = "Example: splitkv report results/h200/attention.json results/h200/rung
 
 
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Result files of bench attention or rungs.")],
+    results: Annotated[list[Path], typer.Argument(help="Result files of bench attention, bench e2e or rungs.")],
     out: Annotated[Path, typer.Option(help="The HTML page to write.")] = Path("report.html"),
     plots: Annotated[Path | None, typer.Option(help="Also write every figure as a PNG into this folder.")] = None,
     json: Json = False,

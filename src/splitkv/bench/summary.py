@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-OURS = "splitkv"
+OURS, UNSPLIT = "splitkv", "splitkv-unsplit"
+"""Contenders that are ours; the second of `bench e2e`, with attention in one split."""
 ROUGH_FACTOR = 4.0
 """A peer whose error is more than this many times ours answers another question: it is shown, and marked."""
 

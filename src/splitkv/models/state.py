@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
-
 import torch
 from torch import Tensor
 
@@ -69,12 +67,6 @@ class DecodeState:
                 self.memory[layer] = torch.zeros(sizes, dtype=torch.float32, device=device)
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
         self._row_ids = torch.arange(batch, dtype=torch.int32, device=device)
-
-    def with_attention(self, attention: DecodeAttention) -> DecodeState:
-        """The same memory, rows and lengths, attended to by another plan or policy."""
-        other = copy(self)
-        other.attention = attention
-        return other
 
     def clear(self) -> None:
         """Every row empty again. Keys and values stay: what is beyond a row's length is never read."""

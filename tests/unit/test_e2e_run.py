@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from splitkv.bench import e2e, e2e_rows, e2e_timing, machine, record
+from splitkv.bench import e2e, e2e_rows, e2e_source, e2e_timing, machine, record
 from splitkv.bench.e2e import E2eOptions, run_e2e
 from splitkv.bench.failures import DeviceBroken
 from splitkv.bench.roofline import Bandwidth
@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_left_out_with_the_sum_before_anything_is_made(
         raise AssertionError("weights were made for a model that does not fit")
 
     monkeypatch.setattr(machine, "memory_bytes", lambda device: (1 << 20, 1 << 30))
-    monkeypatch.setattr(e2e, "random_weights", nothing)
+    monkeypatch.setattr(e2e_source, "random_weights", nothing)
     result = run(tiny)
     assert result["rows"] == [] and result["failed_rows"] == 0 and len(result["not_measured"]) == 8
     assert all("refused, co_tenant" in entry["reason"] for entry in result["not_measured"])

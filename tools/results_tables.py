@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from splitkv.bench import e2e_report
 from splitkv.bench.summary import OURS, best_peer, goal_met, groups, speedup
 
 ROOT = Path(__file__).parent.parent
@@ -129,10 +130,27 @@ def performance_page() -> str:
     return "\n".join(parts).rstrip()
 
 
+def e2e_page() -> str:
+    """Every depth of whole decode steps; nothing until there is a result file."""
+    if not (RESULTS / "e2e.json").exists():
+        return ""
+    record, _ = rows_of("e2e")
+    parts = [source(record, "e2e").replace("LINK", ".."), ""]
+    for geometry, lines in e2e_report.table(record).items():
+        parts += [f"### {geometry}", "", f"| {' | '.join(e2e_report.HEAD)} |", "|---" * len(e2e_report.HEAD) + "|"]
+        parts += [f"| {' | '.join(text for _, text in cells)} |" for cells in lines] + [""]
+    parts += [f"- {note}" for note in e2e_report.notes(record)] + [""]
+    for name in ("steps", "kernels"):
+        if (ROOT / "docs" / "plots" / f"e2e-{name}.png").exists():
+            parts += [f"![e2e: {name}](plots/e2e-{name}.png)", ""]
+    return "\n".join(parts).rstrip()
+
+
 PLACES = {
     ROOT / "README.md": ("rungs", readme),
     ROOT / "docs" / "results.md": ("all", results_page),
     ROOT / "docs" / "performance.md": ("attention", performance_page),
+    ROOT / "docs" / "e2e.md": ("e2e", e2e_page),
 }
 
 

@@ -69,7 +69,7 @@ def test_the_page_tells_every_depth_and_escapes_what_it_quotes(tmp_path: Path) -
     record = report.load(e2e_file(tmp_path))
     page = report.page([record], {record.name: []})
     assert page.count("<tr") == 1 + 2 + 24  # a head, two geometries, 24 depths with both contenders in a line
-    assert "failed" in page and "1 flips" in page and "margin 0.01 in float64" in page and "explained" in page
+    assert "failed" in page and "1 of 1 flip" in page and "margin 0.01 in float64" in page and "explained" in page
     assert "1 GB &gt; &lt;what is free&gt;" in page and "relative difference up to 2.5e-01" in page
 
 

@@ -201,6 +201,23 @@ def test_a_broken_gpu_ends_the_run_with_the_rows_so_far(tiny: str, monkeypatch: 
     assert left == [(name, "the GPU stopped working after: illegal address") for name in (tiny, tiny + "-other")]
 
 
+def test_a_gpu_broken_by_a_failure_ends_the_run_too(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody but the outermost loop is left to hear of it."""
+
+    def breaks(*arguments: Any) -> None:
+        raise RuntimeError("illegal address")
+
+    def broken(failure: Exception, device: str) -> None:
+        raise DeviceBroken(f"the GPU stopped working after: {failure}")
+
+    monkeypatch.setattr(e2e, "make_prompt", breaks)
+    monkeypatch.setattr(e2e, "require_working_device", broken)
+    result = run(tiny, tiny + "-other")
+    assert result["rows"] == [] and result["failed_rows"] == 1
+    reasons = {entry["geometry"]: entry["reason"] for entry in result["not_measured"]}
+    assert reasons == dict.fromkeys((tiny, tiny + "-other"), "the GPU stopped working after: illegal address")
+
+
 # ---- rows that must not be believed ------------------------------------------------------------------------
 
 
@@ -241,7 +258,7 @@ def test_other_tokens_without_splitting_fail_both_rows(tiny: str, monkeypatch: p
     result = run(tiny, depths=(300,), kv_dtypes=("f16",), batches=(1,))
     assert result["failed_rows"] == 2
     for row in result["rows"]:
-        assert not row["tokens_identical"] and not row["passed"] and not row["flips"][0]["explained"]
+        assert not row["tokens_identical"] and not row["passed"] and row["flips"][0]["explained"] is False
 
 
 # ---- samples -----------------------------------------------------------------------------------------------

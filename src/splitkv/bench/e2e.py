@@ -10,7 +10,9 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,16 +76,12 @@ def run_e2e(
     run = _Run(options, bandwidth, start, progress)
     for name in options.geometries:
         try:
-            run.geometry(name)
+            run.guarded(partial(run.geometry, name), name)
         except DeviceBroken as error:
             run.failures += 1
             for left in options.geometries[options.geometries.index(name) :]:
                 run.leave_out(left, str(error))
             break
-        except Exception as failure:  # the other geometries must not go with it
-            run.failed(failure, name)
-        finally:
-            _release()
     rows, parity, profiles = (sorted(found, key=run.order) for found in (run.rows, run.parity, run.profiles))
     return result | {
         "contenders": CONTENDERS | {name: PEERS[name] for name in options.peers},
@@ -106,7 +104,8 @@ def _release() -> None:
     """Hand memory back, so that free memory reads true."""
     gc.collect()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # a broken device cannot; what broke it is being reported
+            torch.cuda.empty_cache()
 
 
 class _Run:
@@ -146,10 +145,18 @@ class _Run:
         """where: depth, kv_dtype, batch, or none of them for a whole geometry."""
         self.not_measured.append({"geometry": name, **where, "reason": reason})
 
-    def failed(self, failure: Exception, name: str, **where: Any) -> None:
-        require_working_device(failure, self.options.device)
-        self.leave_out(name, short_reason(failure), **where)
-        self.failures += 1
+    def guarded(self, work: Callable[[], None], name: str, **where: Any) -> None:
+        """work(), whose failure (too little memory, a plan refused) must not cost the others. Raises DeviceBroken."""
+        try:
+            work()
+        except DeviceBroken:
+            raise
+        except Exception as failure:
+            require_working_device(failure, self.options.device)
+            self.leave_out(name, short_reason(failure), **where)
+            self.failures += 1
+        finally:
+            _release()
 
     def late(self) -> str | None:
         """Why nothing more may begin, or None."""
@@ -193,20 +200,13 @@ class _Run:
         }
         model = Model(name, self.activations, decoder, prompt, {})
         smallest = min(batch for _, batch in depths)
-        self._references(model, geometry, smallest, depths)
+        self.guarded(partial(self._references, model, geometry, smallest, depths), name, kv_parity=REFERENCE)
         for (kv_dtype, batch), found in depths.items():
             where = {"kv_dtype": kv_dtype, "batch": batch}
             if reason := self.late():
                 self.leave_out(name, reason, **where)
                 continue
-            try:
-                self._combination(model, kv_dtype, batch, found)
-            except DeviceBroken:
-                raise
-            except Exception as failure:  # too little memory, or a plan refused: the other rows must not go with it
-                self.failed(failure, name, **where)
-            finally:
-                _release()
+            self.guarded(partial(self._combination, model, kv_dtype, batch, found), name, **where)
 
         if options.peers:
             self._peers(name, source, decoder, tuple(sorted({depth for found in depths.values() for depth in found})))
@@ -252,7 +252,8 @@ class _Run:
             return f"the model was made for {config.max_context} tokens"
         device = self.options.device
         free, total = machine.memory_bytes(device)
-        prompt = geometry.kv_bytes(self.activations, min(self.options.prefill, depth)) + 2 * geometry.state_bytes
+        prompt = geometry.kv_bytes(self.activations, self.options.prefill)
+        prompt += (1 + len(self.options.depths)) * geometry.state_bytes
         plan = splitkv.plan_memory(
             geometry,
             depth,
@@ -278,12 +279,7 @@ class _Run:
         if not fitting:
             return
         self.report(f"{model.name}: logits over f32 keys and values")
-        try:
-            model.references.update(reference_logits(model, batch, fitting, self.options.seed))
-        except Exception as failure:
-            self.failed(failure, model.name, kv_parity=REFERENCE)
-        finally:
-            _release()
+        model.references.update(reference_logits(model, batch, fitting, self.options.seed))
 
     def _combination(self, model: Model, kv_dtype: str, batch: int, depths: tuple[int, ...]) -> None:
         """Every depth of one KV dtype and batch, deepest first."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import splitkv
 
-from ..models.decoder import Decoder
+from ..models.loop import DecodeLoop
 from ..models.state import DecodeState
 from .parity import difference_of, float64_attention
 
@@ -80,50 +80,50 @@ class Runs:
 
 @torch.no_grad()
 def audit_flips(
-    decoder: Decoder, split: DecodeState, unsplit: DecodeState, runs: Runs, begin: Callable[[], None]
-) -> list[dict[str, Any]]:
-    """One entry for each row whose tokens differ: the logits of both ways and of attention in float64 at that step.
+    split: DecodeLoop, unsplit: DecodeLoop, runs: Runs, begin: Callable[[], None]
+) -> list[dict[str, Any]]:  # fmt: skip
+    """One entry for each row whose tokens differ; the earliest step at which any does is audited, in all its rows.
 
-    begin: puts rows back to their depth. `margin`: by how much float64 prefers its choice of the two tokens. An error
-    is the largest difference of any logit from float64's. A flip is `explained` if both ways' errors are like those of
-    plain PyTorch's attention (NOISE_FACTOR), and together reach over the margin.
+    An audit takes the logits of that step, each way of attending having decoded the split run's tokens up to it:
+    split, unsplit, plain PyTorch, and float64. begin: puts rows back to their depth. `margin`: by how much float64
+    prefers its choice of the two tokens. An error is the largest difference of any logit from float64's. A flip is
+    `explained` (None: not audited) if both ways' errors are like those of plain PyTorch (NOISE_FACTOR), and together
+    reach over the margin.
     """
     flips = runs.flips
     if not flips:
         return []
-    states = {"split": split, "unsplit": unsplit}
-    others = {"plain": plain_attention, "float64": exact_attention}
-    states |= {name: attended_by(split, OtherAttention(attend)) for name, attend in others.items()}
-    logits = {name: _logits_at(decoder, state, runs, flips, begin) for name, state in states.items()}
+    earliest = min(step for _, step in flips)
+    decoder, loops = split.decoder, {"split": split, "unsplit": unsplit}
+    for name, attend in (("plain", plain_attention), ("float64", exact_attention)):
+        loops[name] = DecodeLoop(decoder, attended_by(split.state, OtherAttention(attend)), graph=False)
+    logits = {name: _logits_at(loop, runs, earliest, begin) for name, loop in loops.items()}
     entries = []
-    for number, (row, step) in enumerate(flips):
-        exact = logits["float64"][number]
-        errors = {name: float((found[number] - exact).abs().max()) for name, found in logits.items()}
+    for row, step in flips:
         pair = int(runs.split[step, row]), int(runs.unsplit[step, row])
+        entry: dict[str, Any] = {"row": row, "step": step, "split_token": pair[0], "unsplit_token": pair[1]}
+        if step > earliest:
+            entries.append(entry | {"explained": None})
+            continue
+        exact = logits["float64"][row]
+        errors = {name: float((found[row] - exact).abs().max()) for name, found in logits.items()}
         margin = abs(float(exact[pair[0]] - exact[pair[1]]))
         allowed = NOISE_FACTOR * errors["plain"] + torch.finfo(decoder.dtype).eps * float(exact.abs().max())
         noise = max(errors["split"], errors["unsplit"]) <= allowed
-        entry: dict[str, Any] = {"row": row, "step": step, "split_token": pair[0], "unsplit_token": pair[1]}
         entry |= {"float64_token": int(exact.argmax()), "margin": margin, "error_allowed": allowed}
         entry |= {f"{name}_error": errors[name] for name in ("split", "unsplit", "plain")}
         entries.append(entry | {"explained": noise and margin <= errors["split"] + errors["unsplit"]})
     return entries
 
 
-def _logits_at(
-    decoder: Decoder, state: DecodeState, runs: Runs, flips: list[tuple[int, int]], begin: Callable[[], None]
-) -> list[Tensor]:
-    """Logits [vocab_size] of each flip's row at its step, decoding the split run's tokens up to there."""
+def _logits_at(loop: DecodeLoop, runs: Runs, last: int, begin: Callable[[], None]) -> Tensor:
+    """Logits [batch, vocab_size] of step `last`, after steps that were given the split run's tokens."""
     begin()
-    wanted: dict[int, Tensor] = {}
-    tokens = runs.first
-    for step in range(1 + max(step for _, step in flips)):
-        logits = decoder.decode(tokens, state)
-        for number, (row, flipped) in enumerate(flips):
-            if flipped == step:
-                wanted[number] = logits[row].double()
-        tokens = runs.split[step]
-    return [wanted[number] for number in range(len(flips))]
+    given = [runs.first, *runs.split]
+    for tokens in given[:last]:
+        loop.tokens.copy_(tokens)
+        loop.step()
+    return loop.decoder.decode(given[last], loop.state)
 
 
 def logits_difference(logits: Tensor, reference: Tensor) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def _why(row: Mapping[str, Any]) -> str:
         return str(row["timing_rejected"])
     if row["repeats_tokens"] is False:
         return "a second run gave other tokens"
-    if not all(flip["explained"] for flip in row["flips"]):
+    if any(flip["explained"] is False for flip in row["flips"]):
         return "split and unsplit attention gave different tokens, by more than their errors against float64"
     return "logits that are not finite"
 
@@ -196,7 +196,7 @@ def _times(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
             cells += [_ms(row[time]) for time in ("ms_per_token", "ms_p20", "ms_p80", "floor_ms")]
             cells += [f"{share:.0f}%" if share else "", f"{speed:,.1f}" if speed else ""]
             cells += [_ms(unsplit.get((row["kv_dtype"], row["batch"], row["depth"])))]
-            cells += ["same" if row["tokens_identical"] else "flips"]
+            cells += ["same" if row["tokens_identical"] else f"{len(row['flips'])} flip{'s'[: len(row['flips']) - 1]}"]
             table.add_row(*cells, style=None if row["passed"] else "red")
     table.caption = "ms of a step that gives every row one token; floor: its bytes over the read bandwidth; * prefilled"
     return table

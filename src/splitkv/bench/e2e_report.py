@@ -142,7 +142,9 @@ def table(data: Mapping[str, Any]) -> dict[str, list[list[Cell]]]:
         cells += [("", _ms(row[name])) for name in ("ms_p20", "ms_p80", "floor_ms")]
         cells += [("", f"{share:.0f} %" if share else ""), ("", f"{speed:,.1f}" if speed else "")]
         cells += [("", _ms(other.get("ms_per_token")))]
-        cells += [("good", "same") if row["tokens_identical"] else ("bad", f"{len(row['flips'])} flips")]
+        cells += [
+            ("good", "same") if row["tokens_identical"] else ("bad", f"{len(row['flips'])} of {row['batch']} flip")
+        ]
         found.setdefault(row["geometry"], []).append([*cells, ("", row["cache"])])
     return found
 
@@ -158,7 +160,7 @@ def notes(data: Mapping[str, Any]) -> list[str]:
         errors = [entry["relative"] for entry in data["kv_parity"] if entry["kv_dtype"] == name]
         lines.append(f"logits over {name} against f32 keys and values: relative difference up to {max(errors):.1e}")
     for row in _ours(data):
-        for flip in row["flips"]:
+        for flip in filter(lambda flip: flip["explained"] is not None, row["flips"]):
             where = f"{row['geometry']}, {row['kv_dtype']}, batch {row['batch']}, depth {row['depth']}"
             verdict = "explained" if flip["explained"] else "NOT EXPLAINED"
             lines.append(

@@ -113,10 +113,8 @@ class Combination:
         begins = {name: partial(self._begin, loop, depth) for name, loop in self.loops.items()}
         runs = {name: first_run(loop, begins[name]) for name, loop in self.loops.items()}
         both = Runs(self.first, runs[OURS][0], runs[UNSPLIT][0])
-        flips = audit_flips(
-            decoder, states[OURS], states[UNSPLIT], both, partial(rewind, states[OURS], prompt, depth)
-        )  # fmt: skip
-        explained = all(flip["explained"] for flip in flips)
+        flips = audit_flips(self.loops[OURS], self.loops[UNSPLIT], both, partial(rewind, states[OURS], prompt, depth))
+        explained = all(flip["explained"] is not False for flip in flips)
         rows = []
         for name, loop in self.loops.items():
             tokens, expect_us = runs[name]

@@ -12,8 +12,8 @@ from torch import Tensor
 from .backends import LAUNCHERS
 from .checks import DecodeInputs, UnsupportedError, check_inputs, check_out, check_vector_layout, check_workspace
 from .plan import DecodePlan, plan_decode
-from .policy import SplitPolicy
-from .prepared import BACKEND_VARIABLE, INTERPRET_VARIABLE, NO_KEY, CallMemo, FirstCall, call_key
+from .policy import SplitPolicy, resolve_backend
+from .prepared import INTERPRET_VARIABLE, NO_KEY, CallMemo, FirstCall, call_key
 from .problem import DecodeProblem, DeviceSpec
 from .tiles import compute_dtype
 
@@ -140,11 +140,9 @@ def choose_backend(backend: str, inputs: DecodeInputs) -> str:
     """The backend for these inputs. SPLITKV_BACKEND overrides `auto`; a choice that cannot run is refused."""
     if not isinstance(backend, str):
         raise TypeError(f"backend: expected a str, got {type(backend).__name__}")
+    backend, on_cuda = resolve_backend(backend), inputs.q.is_cuda
     if backend == "auto":
-        backend = os.environ.get(BACKEND_VARIABLE, "").strip().lower() or "auto"
-    on_cuda = inputs.q.is_cuda
-    if backend == "auto":
-        backend = _gpu_backend(inputs.problem, inputs.q.device) if on_cuda else "cpu"
+        backend = plan_decode(inputs.problem, _device_spec(inputs.q.device)).backend if on_cuda else "cpu"
     if backend not in LAUNCHERS:
         raise ValueError(f"backend: expected auto, {', '.join(LAUNCHERS)}, got {backend!r}")
     if backend == "cpu":
@@ -155,13 +153,6 @@ def choose_backend(backend: str, inputs: DecodeInputs) -> str:
         raise ValueError(f"backend: {backend} expects CUDA tensors, got {inputs.q.device}")
     _check_gpu_limits(backend, inputs)
     return backend
-
-
-def _gpu_backend(problem: DecodeProblem, device: torch.device) -> str:
-    """cuda where it takes the problem and this installation can compile it, else triton."""
-    from .backends.cuda_build import available
-
-    return plan_decode(problem, _device_spec(device)).backend if available() else "triton"
 
 
 def _check_gpu_limits(backend: str, inputs: DecodeInputs) -> None:
@@ -188,17 +179,17 @@ def _check_fp8(backend: str, problem: DecodeProblem, on: torch.device) -> None:
 
 
 def _check_cuda(problem: DecodeProblem, device: torch.device) -> None:
-    from .backends.cuda_build import available
-
-    if not available():
+    if not _device_spec(device).compiles_cuda:
         raise UnsupportedError(
             "backend: cuda needs cuda-bindings and NVRTC (pip install 'splitkv[gpu]'); triton is here"
         )
-    if plan_decode(problem, _device_spec(device)).backend != "cuda":
+    try:
+        plan_decode(problem, _device_spec(device), backend="cuda")
+    except ValueError:
         raise UnsupportedError(
             "backend: cuda supports 16-bit and fp8 caches, head_dim up to 256 and up to 8 query vectors per KV head "
             f"(16 up to head_dim 128), from compute capability 8.0 on; supported for {problem}: triton"
-        )
+        ) from None
     _check_fp8("cuda", problem, device)
 
 
@@ -213,8 +204,6 @@ def plan_for(
             "policy: expected a SplitPolicy or one of auto, waves, capacity, length, legacy, off, or a number of "
             f"splits, got {policy!r}"
         )
-    if backend == "auto" and device.type == "cuda":
-        backend = _gpu_backend(problem, device)
     return plan_decode(problem, _device_spec(device), policy, backend)
 
 

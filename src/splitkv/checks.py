@@ -97,13 +97,13 @@ def check_inputs(
     for name in ("q", "k_cache", "v_cache"):
         check_last_stride(name, tensors[name])
     if isinstance(seq_lens, Tensor):
-        _check_vector("seq_lens", seq_lens, problem.batch, "batch", (torch.int32, torch.int64))
+        check_vector("seq_lens", seq_lens, problem.batch, "batch", (torch.int32, torch.int64))
     else:
         seq_lens = as_integer("seq_lens", seq_lens, "an int or a torch.Tensor", problem.capacity)
     if starts is not None:
-        _check_vector("starts", starts, problem.batch, "batch", (torch.int32,))
+        check_vector("starts", starts, problem.batch, "batch", (torch.int32,))
     if sinks is not None:
-        _check_vector("sinks", sinks, problem.num_q_heads, "num_q_heads", (torch.float32,))
+        check_vector("sinks", sinks, problem.num_q_heads, "num_q_heads", (torch.float32,))
     window = 0 if window is None else as_integer("window", window, "an int")
     return DecodeInputs(
         problem=problem,
@@ -263,7 +263,7 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}: expected the last dimension contiguous (stride 1), got strides {tensor.stride()}")
 
 
-def _check_vector(name: str, tensor: Tensor, size: int, meaning: str, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_vector(name: str, tensor: Tensor, size: int, meaning: str, dtypes: tuple[torch.dtype, ...]) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:

@@ -17,7 +17,16 @@ import os
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .policy import PACK_VARIABLE, SplitPolicy, SplitRule, ceil_div, packs_gqa, parse_switch, resolve_policy
+from .policy import (
+    PACK_VARIABLE,
+    SplitPolicy,
+    SplitRule,
+    ceil_div,
+    packs_gqa,
+    parse_switch,
+    resolve_backend,
+    resolve_policy,
+)
 from .problem import DTYPE_BYTES, DecodeProblem, DeviceSpec
 from .tiles import (
     CUDA_BLOCKS_PER_SM,
@@ -31,8 +40,13 @@ from .tiles import (
 
 UNITS_PER_SM = 16
 """Units a loaded GPU is given per SM: enough that uneven rows even out, few enough that starts stay cheap."""
-CUDA_UNITS_PER_SM = 4
-"""The same on backend "cuda", whose blocks stay and take one unit after the other: units cost only what joins them."""
+CUDA_UNITS_PER_SM = 32
+"""The same on backend "cuda", whose blocks take equal shares of consecutive units: 16 each, to be nearly equal."""
+CUDA_LOADED_SPLITS_PER_SM = 4
+"""Splits per SM above which backend "cuda" joins splits in its blocks."""
+CUDA_LEAST_RUN_BYTES = 192 << 10
+"""K and V of a unit then, at least, where rows are that long: below that, writing and merging parts takes longer
+than uneven shares cost."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +90,11 @@ class DecodePlan:
         if self.max_run > 1:
             return (self.max_units, heads, 1)
         return (max(self.max_splits, 1), heads, self.problem.batch)
+
+    @property
+    def least_run_keys(self) -> int:
+        """Keys that a run has at least, whatever the load, where max_run allows: it takes more splits until it does."""
+        return CUDA_LEAST_RUN_BYTES // self.problem.kv_bytes_per_key if self.backend == "cuda" else 0
 
     @property
     def splits(self) -> bool:
@@ -147,12 +166,13 @@ def plan_decode(
     problem: DecodeProblem, device: DeviceSpec, policy: str | SplitPolicy = "auto", backend: str = "auto"
 ) -> DecodePlan:
     """The plan for a problem on a device. SPLITKV_POLICY overrides `policy`; SPLITKV_GQA_PACK=0 gives every query
-    head blocks of its own. backend: auto takes cuda where it can run, else triton (on a CPU: cpu); any other name
-    plans for that backend. Raises ValueError where backend cuda cannot take the problem."""
+    head blocks of its own. backend: auto takes SPLITKV_BACKEND where that is set, else cuda where it can run, else
+    triton (on a CPU: cpu); any other name plans for that backend. Calls on this machine use the plan of
+    DeviceSpec.current(). Raises ValueError where backend cuda cannot take the problem."""
     chosen, from_environment = resolve_policy(policy)
     wanted = parse_switch(os.environ.get(PACK_VARIABLE, ""), declared=True)
     packed = packs_gqa(problem.num_q_heads, problem.num_kv_heads, problem.head_dim, enabled=wanted)
-    return _plan(problem, device, chosen, from_environment, packed, backend)
+    return _plan(problem, device, chosen, from_environment, packed, resolve_backend(backend))
 
 
 @lru_cache(maxsize=4096)
@@ -165,7 +185,12 @@ def _plan(
     rows = problem.rows_per_kv_head if packed else problem.q_len
     on_cuda = backend in ("auto", "cuda") and runs_on_cuda(problem, rows, device)
     if backend == "cuda" and not on_cuda:
-        raise ValueError(f"backend: cuda takes 16-bit products and up to 16 query vectors per KV head, got {problem}")
+        able = "16-bit products and up to 16 query vectors per KV head"
+        raise ValueError(
+            f"backend: cuda takes {able}, got {problem}"
+            if device.compiles_cuda
+            else f"backend: cuda expects cuda-bindings and NVRTC, which {device.name} has not"
+        )
     tile = (cuda_tile if on_cuda else tile_config)(problem, rows, device)
     max_run, target_units = _schedule(problem, device, rule, tile, max_splits, on_cuda)
     return DecodePlan(
@@ -191,9 +216,10 @@ def _schedule(
 ) -> tuple[int, int]:
     """(max_run, target_units). Runs pay only under load, and on Triton need tiles that end where splits end."""
     heads = 1 if device.is_cpu else problem.num_kv_heads
-    units_per_sm = CUDA_UNITS_PER_SM if on_cuda else UNITS_PER_SM
-    target_units = ceil_div(units_per_sm * max(device.sm_count, 1), heads)
-    if problem.batch * max_splits <= target_units:
+    sm_count = max(device.sm_count, 1)
+    target_units = ceil_div((CUDA_UNITS_PER_SM if on_cuda else UNITS_PER_SM) * sm_count, heads)
+    loaded = ceil_div(CUDA_LOADED_SPLITS_PER_SM * sm_count, heads) if on_cuda else target_units
+    if problem.batch * max_splits <= loaded:
         return 1, target_units
     if on_cuda:
         return cuda_splits_per_block(tile, problem), target_units

@@ -17,6 +17,7 @@ from .tiles import compute_dtype, tile_keys
 
 POLICY_VARIABLE = "SPLITKV_POLICY"
 PACK_VARIABLE = "SPLITKV_GQA_PACK"
+BACKEND_VARIABLE = "SPLITKV_BACKEND"
 
 AUTO_BLOCKS, AUTO_LEAST_BLOCKS, AUTO_MERGE = 256, 128, 64
 """Blocks that `auto` aims at for one long row: two per SM on every large GPU (264 slots on an H200). But a merge of
@@ -274,3 +275,9 @@ def parse_switch(text: str, declared: bool) -> bool:
     return {**dict.fromkeys(("1", "on", "true", "yes"), True), **dict.fromkeys(("0", "off", "false", "no"), False)}.get(
         text.strip().lower(), declared
     )
+
+
+def resolve_backend(declared: str) -> str:
+    """The backend asked for: SPLITKV_BACKEND stands in for `auto` alone."""
+    named = os.environ.get(BACKEND_VARIABLE, "").strip().lower() if declared == "auto" else ""
+    return named or declared

@@ -20,9 +20,8 @@ from .backends import TENSORS, PreparedLaunch, launcher, preparer
 from .checks import DecodeInputs
 from .device_checks import CHECK_VARIABLE, check_values, checks_asked, checks_wanted
 from .plan import DecodePlan
-from .policy import PACK_VARIABLE, POLICY_VARIABLE
+from .policy import BACKEND_VARIABLE, PACK_VARIABLE, POLICY_VARIABLE
 
-BACKEND_VARIABLE = "SPLITKV_BACKEND"
 INTERPRET_VARIABLE = "TRITON_INTERPRET"
 VARIABLES = (POLICY_VARIABLE, PACK_VARIABLE, BACKEND_VARIABLE, CHECK_VARIABLE, INTERPRET_VARIABLE)
 CALLS = 1024

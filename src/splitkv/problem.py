@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import cache
 from operator import index
 from typing import Any
 
@@ -94,13 +95,25 @@ class DecodeProblem:
         return self.batch * self.num_kv_heads * keys * self.kv_bytes_per_key
 
 
+@cache
+def compiles_cuda() -> bool:
+    """Whether this installation can compile CUDA: cuda-bindings and NVRTC, which PyTorch's CUDA builds bring."""
+    try:
+        from cuda.bindings import nvrtc
+
+        return bool(nvrtc.nvrtcVersion()[0].value == 0)
+    except (ImportError, RuntimeError, OSError):
+        return False
+
+
 @dataclass(frozen=True)
 class DeviceSpec:
     """A device as the plan sees it.
 
     sm_count: streaming multiprocessors (cores on a CPU). capability: CUDA compute capability, (0, 0) for a
     CPU. shared_memory_bytes: most that one block may use. bandwidth_bytes_s: memory read bandwidth, the
-    datasheet's unless `measured`; 0 where unknown.
+    datasheet's unless `measured`; 0 where unknown. compiles_cuda: whether backend "cuda" can be compiled for it;
+    `current` asks this installation, devices by name are taken to have what it needs.
     """
 
     name: str
@@ -110,6 +123,7 @@ class DeviceSpec:
     l2_bytes: int
     bandwidth_bytes_s: float
     measured: bool = False
+    compiles_cuda: bool = True
 
     @property
     def is_cpu(self) -> bool:
@@ -141,6 +155,7 @@ class DeviceSpec:
             shared_memory_bytes=properties.shared_memory_per_block_optin,
             l2_bytes=properties.L2_cache_size,
             bandwidth_bytes_s=0.0,
+            compiles_cuda=compiles_cuda(),
         )
         for name, known in KNOWN_DEVICES.items():
             if name in words and (known.sm_count, known.capability) == (spec.sm_count, capability):

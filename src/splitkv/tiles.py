@@ -136,11 +136,12 @@ BLOCK_RESERVE_BYTES = KIB
 def runs_on_cuda(problem: DecodeProblem, rows: int, device: DeviceSpec) -> bool:
     """Whether backend "cuda" takes blocks of `rows` query vectors of one KV head: 16-bit products, and one tile of
     eight columns, or two up to head_dim 128. More would spill (tests/kernels/test_cuda_compile.py). It follows from the
-    geometry and the architecture alone, as the two backends round differently."""
+    geometry, the architecture and the installation alone, as the two backends round differently."""
     dims = max(problem.head_dim, problem.v_head_dim)
     most = CUDA_COLUMNS if dims > 128 else 2 * CUDA_COLUMNS
     compute = compute_dtype(problem.q_dtype, problem.kv_dtype)
-    return device.capability >= CUDA_CAPABILITY and compute != "f32" and dims <= CUDA_MAX_DIM and 0 < rows <= most
+    able = device.compiles_cuda and device.capability >= CUDA_CAPABILITY
+    return able and compute != "f32" and dims <= CUDA_MAX_DIM and 0 < rows <= most
 
 
 def cuda_tile(problem: DecodeProblem, rows: int, device: DeviceSpec) -> TileConfig:
@@ -164,16 +165,14 @@ def cuda_warp_keys(problem: DecodeProblem) -> int:
     return 16 if not fp8 and max(problem.head_dim, problem.v_head_dim) > 128 else 32
 
 
-def cuda_shared(problem: DecodeProblem, columns: int, device: DeviceSpec) -> tuple[int, int, int]:
-    """(stages of a warp's ring, columns joined at once, bytes): sizeof(Shared) of backends/cuda_shape.cuh, with as many
-    stages as let two blocks share an SM, or the two that are needed."""
+def cuda_shared(problem: DecodeProblem, columns: int, device: DeviceSpec) -> tuple[int, int]:
+    """(stages of a warp's ring, bytes): sizeof(Shared) of backends/cuda_shape.cuh, with as many stages as let two
+    blocks share an SM, or the two that are needed."""
     row_chunks = [dim * DTYPE_BYTES[problem.kv_dtype] // 16 for dim in (problem.head_dim, problem.v_head_dim)]
     stage = cuda_warp_keys(problem) * 16 * max(n | 1 if n % 8 else n for n in row_chunks) + 4
     half = (device.shared_memory_bytes + BLOCK_RESERVE_BYTES) // CUDA_BLOCKS_PER_SM - BLOCK_RESERVE_BYTES
-    best = (0, 0, 0)
-    for joined in (2, 1):
-        rest = columns * problem.head_dim * 2 + CUDA_WARPS * (4 * joined * (problem.v_head_dim + 4) + 8 * columns)
-        stages = max(min((half - rest) // (CUDA_WARPS * stage), CUDA_MAX_STAGES), 2)
-        if stages > best[0]:
-            best = stages, joined, -(-(CUDA_WARPS * stages * stage + rest) // 16) * 16
-    return best
+    rest = columns * problem.head_dim * 2 + CUDA_WARPS * (8 * columns + 4)
+    if columns * problem.v_head_dim >= 8 * 256:  # registers are short: a part is kept here
+        rest += 4 * columns * problem.v_head_dim + 8 * 32 * CUDA_WARPS
+    stages = max(min((half - rest) // (CUDA_WARPS * stage), CUDA_MAX_STAGES), 2)
+    return stages, -(-(CUDA_WARPS * stages * stage + rest) // 16) * 16

@@ -15,8 +15,9 @@ from triton import knobs
 
 from splitkv import DecodeProblem, DeviceSpec, plan_decode
 from splitkv.backends import cuda_build, cuda_launch
+from splitkv.problem import compiles_cuda
 
-if not cuda_build.available():
+if not compiles_cuda():
     pytest.skip("NVRTC is not installed", allow_module_level=True)
 
 DEVICES = ("a100", "rtx4090", "h200", "b200", "gb10")  # sm_80, 89, 90, 100, 121
@@ -91,7 +92,7 @@ def test_cuda_kernels_fit(device_name: str, geometry: str, dtype: str, layout: s
     split = cuda_build.compile_cubin("split", launch._split, device.capability)
     registers, spilled = usage(split, tmp_path)
     assert registers <= 255
-    assert spilled <= (0 if device_name != "gb10" else 8)  # one word, outside the loop, on sm_121
+    assert spilled <= (0 if device_name != "gb10" else 32)  # a few words of a unit's bounds, on sm_121
     assert usage(cuda_build.compile_cubin("merge", launch._merge, device.capability), tmp_path)[1] == 0
 
 
@@ -116,4 +117,4 @@ def test_arguments_have_the_size_that_the_kernels_expect() -> None:
         names = line.strip().rstrip(";")
         kind = "*" if "*" in names else names.split()[0]
         counts[kind] += names.count(",") + 1
-    assert cuda_launch.PARAMS.format == f"={counts['*']}q{counts['i64']}q{counts['int']}i{counts['float']}f4x"
+    assert cuda_launch.PARAMS.format == f"={counts['*']}q{counts['i64']}q{counts['int']}i{counts['float']}f"

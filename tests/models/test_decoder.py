@@ -110,3 +110,12 @@ def test_projections_of_few_rows(rows: int, out: int, bias: bool) -> None:
     exact = x.double() @ weight.double().T + (added.double() if added is not None else 0)
     made = project(x, weight, added)
     assert made.is_contiguous() and (made - exact).abs().max() < 1e-5
+
+
+def test_an_unknown_kind_of_step(folders: dict[str, tuple[Any, Path]]) -> None:
+    pytest.importorskip("triton")
+    decoder = open_model(folders["llama"][1]).load(torch.float32, "cpu")
+    assert decoder.step == "torch"
+    decoder.step = "quick"
+    with pytest.raises(ValueError, match="step: expected one of torch, fused, streamed, got 'quick'"):
+        decoder.decode(torch.tensor([1]), DecodeState(decoder.config, 1, 8, "f32", torch.float32, "cpu"))

@@ -39,11 +39,12 @@ ALLOWED: dict[str, set[str]] = {
     "prepared": {*PURE, "checks", "device_checks", "backends"},
     "attention": {*PURE, "checks", "device_checks", "backends", "prepared"},
     "decode_loop": {*PURE, "checks", "device_checks", "prepared", "attention"},
+    "ranks": {*PURE, "checks", "attention", "decode_loop", "backends"},
     "ops": {*PURE, "checks", "attention"},  # attention reaches the operator as torch.ops.splitkv
     "cache": {*PURE, "checks", "device_checks", "backends"},
-    "models": {*PUBLIC, "cache"},
+    "models": {*PUBLIC, "cache", "backends"},
     "integrations": PUBLIC,
-    "bench": {*PUBLIC, "cache", "models", "integrations"},
+    "bench": {*PUBLIC, "cache", "models", "integrations", "ranks"},
     "cli": {*PUBLIC, "bench", "models", "integrations", "doctor"},
     "doctor": {"splitkv", *CORE},
 }

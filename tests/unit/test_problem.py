@@ -241,8 +241,22 @@ def test_current_is_the_cpu_without_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_current_reads_the_current_device_or_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_torch(monkeypatch, "NVIDIA H200", "NVIDIA Nonesuch 9000")
+    monkeypatch.setattr(splitkv.problem, "compiles_cuda", lambda: True)
     assert DeviceSpec.current() == DeviceSpec("NVIDIA Nonesuch 9000", 133, (9, 0), 200_000, 50_000_000, 0.0, False)
     assert DeviceSpec.current(0) == DeviceSpec("NVIDIA H200", 132, (9, 0), 200_000, 50_000_000, 4.4e12, True)
+
+
+def test_current_asks_the_installation_and_named_devices_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_torch(monkeypatch, "NVIDIA H200")
+    for able in (True, False):
+        monkeypatch.setattr(splitkv.problem, "compiles_cuda", lambda able=able: able)
+        assert DeviceSpec.current().compiles_cuda is able and DeviceSpec.named("h200").compiles_cuda
+
+
+@pytest.mark.parametrize("missing", ["cuda", "cuda.bindings"])
+def test_without_cuda_bindings_nothing_compiles(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert not splitkv.problem.compiles_cuda.__wrapped__()
 
 
 @pytest.mark.parametrize(

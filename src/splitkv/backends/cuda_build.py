@@ -76,17 +76,6 @@ def load_kernel(name: str, defines: Defines, capability: tuple[int, int], device
     return function
 
 
-@cache
-def available() -> bool:
-    """Whether this installation can compile for the GPU: cuda-bindings and NVRTC, which PyTorch's CUDA builds bring."""
-    try:
-        from cuda.bindings import nvrtc
-
-        return bool(nvrtc.nvrtcVersion()[0].value == 0)
-    except (ImportError, RuntimeError, OSError):
-        return False
-
-
 def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
     """What follows the status of a driver or compiler call. Raises RuntimeError where that is not success."""
     if result[0].value:

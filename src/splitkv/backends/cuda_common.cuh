@@ -19,6 +19,7 @@ typedef long long i64;
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
 #define MINUS_INF __int_as_float(0xff800000)
+#define INT_MAX 0x7fffffff
 
 // Mirrors cuda_launch.py's PARAMS, field by field: pointers (in the order of backends.TENSORS, then the second half of the
 // workspace), 64-bit strides, 32-bit values. An absent tensor is null.
@@ -38,7 +39,7 @@ struct Params {
     i64 k_scale_stride, v_scale_stride;
     int uniform_len, batch, capacity, num_pages, page_size, window;
     int num_kv_heads, group, q_len, rows_per_block, row_blocks;
-    int target, min_len, quantum, target_units, max_run;
+    int target, min_len, quantum, target_units, max_run, blocks;
     float scale, v_scale, softcap;
 };
 
@@ -85,18 +86,25 @@ __device__ __forceinline__ bool touch(const Params& p) {
 
 // policy.SplitRule.split, and plan.py's schedule: a unit is a run of 1, 4 or 16 splits.
 struct Cut {
-    int split_len, run, units;
+    int split_len, shift, units;
+
+    __device__ __forceinline__ i64 run_len() const { return (i64)split_len << shift; }  // of all units but a row's last
 };
 
 __device__ __forceinline__ Cut cut_row(const Params& p, int span, int run_keys) {
     Cut cut;
     cut.split_len = max((ceil_div(span, p.target) + p.quantum - 1) & -p.quantum, p.min_len);
-    int shift = 0;
-    if (p.max_run > 1 && cut.split_len < run_keys) shift = 2;
-    if (p.max_run > 4 && (i64)cut.split_len * 4 < run_keys) shift = 4;
-    cut.run = 1 << shift;
-    cut.units = max((ceil_div(span, cut.split_len) + cut.run - 1) >> shift, 1);
+    cut.shift = 0;
+    if (p.max_run > 1 && cut.split_len < run_keys) cut.shift = 2;
+    if (p.max_run > 4 && (i64)cut.split_len * 4 < run_keys) cut.shift = 4;
+    cut.units = max((ceil_div(span, cut.split_len) + (1 << cut.shift) - 1) >> cut.shift, 1);
     return cut;
+}
+
+// Keys of the block that has most, if every row has `span`.
+__device__ __forceinline__ i64 busiest(const Params& p, int span, int run_keys) {
+    Cut cut = cut_row(p, span, run_keys);
+    return ceil_div(p.batch * cut.units, p.blocks) * min(cut.run_len(), (i64)span);
 }
 
 // [lo, hi): the keys that any query of a row may see.
@@ -113,46 +121,70 @@ __device__ __forceinline__ void row_bounds(const Params& p, int row, int& lo, in
     lo = min(lo, hi);
 }
 
-// 32 rows of the batch, one per lane, and the number of units before them.
-struct Rows {
-    int base, before, through;  // through: units of this lane's row and of those before it in the 32
+// Work is counted in units and in costs: multiples of COST_KEYS keys, and one more for each unit's begin and end.
+#define COST_KEYS 64
+struct Work {
+    i64 units, cost;
+};
 
-    __device__ __forceinline__ void load(const Params& p, int first_row, int units_before, int run_keys) {
-        int lane = threadIdx.x & 31, row = p.batch == 1 ? 0 : first_row + lane;
+__device__ __forceinline__ int cost_of(i64 keys) { return (int)((keys + COST_KEYS - 1) / COST_KEYS) + 1; }
+
+// 32 rows of the batch, one per lane, and the work before them.
+struct Rows {
+    int base, units, cost, unit_cost;  // units, cost: of this lane's row and of those before it in the 32
+    Work before;
+
+    __device__ __forceinline__ void load(const Params& p, int first_row, Work work_before, int run_keys) {
+        int lane = threadIdx.x & 31, row = first_row + lane;
         base = first_row;
-        before = units_before;
-        through = 0;
+        before = work_before;
+        units = cost = unit_cost = 0;
         if (row < p.batch) {
             int lo, hi;
             row_bounds(p, row, lo, hi);
-            through = cut_row(p, hi - lo, run_keys).units;
+            Cut cut = cut_row(p, hi - lo, run_keys);
+            units = cut.units;
+            unit_cost = cost_of(cut.run_len());
+            cost = (units - 1) * unit_cost + cost_of(hi - lo - (units - 1) * cut.run_len());
         }
-        if (p.batch == 1) return;
 #pragma unroll 1
         for (int step = 1; step < 32; step *= 2) {
-            int other = __shfl_up_sync(~0u, through, step);
-            if (lane >= step) through += other;
+            int more_units = __shfl_up_sync(~0u, units, step), more_cost = __shfl_up_sync(~0u, cost, step);
+            if (lane >= step) {
+                units += more_units;
+                cost += more_cost;
+            }
         }
     }
 
-    __device__ __forceinline__ int end() const { return before + __shfl_sync(~0u, through, 31); }
-    __device__ __forceinline__ int first_unit(int row) const {
-        int units = __shfl_sync(~0u, through, (row - base - 1) & 31);
-        return before + (row > base ? units : 0);
+    // The work through row base + lane.
+    __device__ __forceinline__ Work through(int lane) const {
+        return {before.units + __shfl_sync(~0u, units, lane), before.cost + __shfl_sync(~0u, cost, lane)};
     }
+    __device__ __forceinline__ Work until(int row) const {
+        Work work = through((row - base - 1) & 31);
+        return row > base ? work : before;
+    }
+    __device__ __forceinline__ void load_next(const Params& p, int run_keys) { load(p, base + 32, through(31), run_keys); }
 };
 
-// Least keys per unit, so that the whole batch makes about target_units units: the load, read on the device.
+// Least keys per unit, from the load, read on the device: so many that the whole batch makes about target_units units. But rows
+// that are all alike take whole runs wherever smaller units would not even out the blocks' shares.
 __device__ __forceinline__ int keys_per_run(const Params& p) {
-    if (p.max_run == 1) return 0;
     i64 total = 0;
+    int longest = 0;
     for (int row = threadIdx.x & 31; row < p.batch; row += 32) {
         int lo, hi;
         row_bounds(p, row, lo, hi);
         total += hi - lo;
+        longest = max(longest, hi - lo);
     }
-    for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-    return (int)((total + p.target_units - 1) / p.target_units);
+    for (int step = 16; step; step /= 2) {
+        total += __shfl_xor_sync(~0u, total, step);
+        longest = max(longest, __shfl_xor_sync(~0u, longest, step));
+    }
+    if (total == (i64)longest * p.batch && busiest(p, longest, INT_MAX) <= busiest(p, longest, 1)) return INT_MAX;
+    return (int)max((total + p.target_units - 1) / p.target_units, (i64)LEAST_RUN_KEYS);
 }
 
 // Weights of two parts when they join, and the joined maximum: a comes before b; an empty part changes no bit.

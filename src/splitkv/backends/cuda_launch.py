@@ -16,7 +16,7 @@ from . import TENSORS
 from .cuda_build import Defines, load_kernel
 from .launching import steps
 
-PARAMS = struct.Struct("=14q22q16i3f4x")
+PARAMS = struct.Struct("=14q22q17i3f")
 """cuda_common.cuh's Params, field by field."""
 POINTERS, LENGTH_AT = struct.Struct("=14q"), struct.calcsize("=14q22q")
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3, torch.float32: 4}
@@ -76,7 +76,7 @@ class CudaLaunch:
             *steps(out, 3), *steps(lse, 3), scale_step(k_scale), scale_step(v_scale),
             0, problem.batch, min(problem.capacity, INT32_MAX), k_cache.shape[0], problem.page_size or 1, window,
             problem.num_kv_heads, problem.group_size, problem.q_len, plan.rows_per_block, plan.row_blocks,
-            rule.target, rule.min_len, rule.quantum, plan.target_units, plan.max_run,
+            rule.target, rule.min_len, rule.quantum, plan.target_units, plan.max_run, plan.grid[1],
             softmax_scale if isinstance(k_scale, Tensor) else softmax_scale * k_scale,
             1.0 if isinstance(v_scale, Tensor) else v_scale, softcap,
         )  # fmt: skip
@@ -85,10 +85,11 @@ class CudaLaunch:
             ("DV", problem.v_head_dim),
             ("OUT_TYPE", TYPES[q.dtype]),
             ("MAX_RUN", plan.max_run),
+            ("LEAST_RUN_KEYS", plan.least_run_keys),
             ("WIDE_LENS", int(wide_lens)),
         )
         columns = plan.tile.block_m
-        stages, joined, self._shared_bytes = cuda_shared(problem, columns, plan.device)
+        stages, self._shared_bytes = cuda_shared(problem, columns, plan.device)
         self._split: Defines = (
             *common,
             ("D", problem.head_dim),
@@ -96,7 +97,6 @@ class CudaLaunch:
             ("KV_TYPE", TYPES[k_cache.dtype]),
             ("BK", plan.tile.block_n // plan.tile.num_warps),
             ("STAGES", stages),
-            ("JOIN_COLUMNS", joined),
             ("SHARED_BYTES", self._shared_bytes),
             ("PAGED", int(problem.page_size is not None)),
             ("VECTOR", int(loads_in_vectors(k_cache) and loads_in_vectors(v_cache))),

@@ -20,41 +20,98 @@ __device__ __forceinline__ void copy_chunk(uint4* to, const char* from, bool ins
 
 // A unit of a row, for the query vectors of one KV head (a block keeps to one head): one piece of a block's work.
 struct Item {
-    int row, slot, units, split_len, hi, n_begin, n_end;
+    int row, slot, hi, n_begin, n_end;
+    Cut cut;
 
-    __device__ __forceinline__ void find(const Params& p, Rows& rows, int index, int run_keys) {
-        int unit = index, lo;
-        slot = index;
-        row = 0;
-        if (p.batch > 1) {
-            while (unit >= rows.end()) rows.load(p, rows.base + 32, rows.end(), run_keys);
-            row = rows.base + __popc(__ballot_sync(~0u, rows.before + rows.through <= unit));
-            unit -= rows.first_unit(row);
-        }
+    __device__ __forceinline__ void enter_row(const Params& p, int run_keys, int unit) {
+        int lo;
         row_bounds(p, row, lo, hi);
-        Cut cut = cut_row(p, hi - lo, run_keys);
-        split_len = cut.split_len;
-        units = cut.units;
-        i64 begin = lo + (i64)unit * cut.run * split_len;
-        n_begin = (int)begin;
-        n_end = (int)min(begin + (i64)cut.run * split_len, (i64)hi);
+        cut = cut_row(p, hi - lo, run_keys);
+        enter_unit(lo + unit * cut.run_len());
     }
 
-    __device__ __forceinline__ int split_end(int begin) const { return (int)min((i64)begin + split_len, (i64)n_end); }
+    __device__ __forceinline__ void enter_unit(i64 begin) {
+        n_begin = (int)min(begin, (i64)hi);
+        n_end = (int)min(begin + cut.run_len(), (i64)hi);
+    }
+
+    __device__ __forceinline__ int split_end(int begin) const { return (int)min((i64)begin + cut.split_len, (i64)n_end); }
+
+    // The batch's next unit, if that is before slot `end`.
+    __device__ __forceinline__ bool next(const Params& p, int run_keys, int end) {
+        if (++slot >= end) return false;
+        if (n_end < hi) {
+            enter_unit(n_end);
+        } else {
+            row++;
+            enter_row(p, run_keys, 0);
+        }
+        return true;
+    }
+};
+
+// What this block computes of its head: consecutive units of the batch, as much work as any other block.
+struct Share {
+    Item first;
+    int end;  // the slot after its last unit's; first.slot if it has none
+
+    __device__ __forceinline__ Share(const Params& p, int run_keys) {
+        int unit = 0;
+        first.row = 0;
+        if (p.batch > 1) unit = locate(p, run_keys);
+        if (first.row < p.batch) first.enter_row(p, run_keys, unit);
+        if (p.batch > 1) return;
+        first.slot = divide(blockIdx.y * first.cut.units, gridDim.y);  // one row's units are alike
+        end = divide((blockIdx.y + 1) * first.cut.units, gridDim.y);
+        first.enter_unit(first.n_begin + first.slot * first.cut.run_len());
+    }
+
+    // Row, slot and number in its row of the batch's first unit at or after this block's part of the work, and `end`.
+    __device__ __forceinline__ int locate(const Params& p, int run_keys) {
+        Rows rows;
+        i64 total = 0;
+#pragma unroll 1
+        for (int base = (p.batch - 1) & ~31; base >= 0; base -= 32) {  // ends at the first rows
+            rows.load(p, base, {0, 0}, run_keys);
+            total += rows.through(31).cost;
+        }
+        float part = __fdiv_rn((float)total, (float)gridDim.y);
+        int row, unit, first_unit;
+#pragma unroll 1
+        for (int side = 0; side < 2; side++) {
+            int block = blockIdx.y + side;
+            i64 position = block == gridDim.y ? total : (i64)(part * (float)block);
+            while (rows.base + 32 < p.batch && position >= rows.through(31).cost) rows.load_next(p, run_keys);
+            row = rows.base + __popc(__ballot_sync(~0u, rows.before.cost + rows.cost <= position));
+            Work before = rows.until(row);
+            int units = (int)(rows.through((row - rows.base) & 31).units - before.units);
+            int cost = __shfl_sync(~0u, rows.unit_cost, (row - rows.base) & 31);
+            end = (int)before.units;
+            unit = 0;
+            if (row < p.batch) {
+                unit = min(ceil_div((int)(position - before.cost), cost), units);
+                end += unit;
+            }
+            if (row < p.batch && unit == units) {
+                row++;
+                unit = 0;
+            }
+            if (side == 0) first.row = row, first.slot = end, first_unit = unit;
+        }
+        return first_unit;
+    }
 };
 
 // A warp's loads, stage after stage: K of a tile, then V of it, ahead of the products.
 struct Loader {
-    Rows rows;
     Item item;
-    int index, units, run_keys, n, split_end, stage;
+    int end, run_keys, n, split_end, stage;
     const char *k_rows, *v_rows;
     int page, slot, next_page;
     bool of_v, done;
 
     __device__ __forceinline__ void start(const Params& p) {
         int kv_head = p.row_blocks > 1 ? divide(blockIdx.x, p.row_blocks) : blockIdx.x;
-        item.find(p, rows, index, run_keys);
         k_rows = (const char*)p.k_cache + (kv_head * p.k_stride_h + (PAGED ? 0 : item.row * p.k_stride_b)) * KV_BYTES;
         v_rows = (const char*)p.v_cache + (kv_head * p.v_stride_h + (PAGED ? 0 : item.row * p.v_stride_b)) * KV_BYTES;
         enter_split(p, item.n_begin);
@@ -69,7 +126,7 @@ struct Loader {
     __device__ __forceinline__ int read_page(const Params& p, int tile) {
         int key = tile + (threadIdx.x & 31);
         bool valid = key < split_end && (threadIdx.x & 31) < BK;
-        return valid ? p.block_table[item.row * p.table_stride + key / p.page_size] : -1;
+        return valid ? p.block_table[item.row * p.table_stride + divide(key, p.page_size)] : -1;
     }
 
     // Finds the next tile that this warp has: in this split, the unit's next ones, or the next item.
@@ -78,8 +135,7 @@ struct Loader {
             if (split_end < item.n_end) {
                 enter_split(p, split_end);
             } else {
-                index += gridDim.y;
-                done = index >= units;
+                done = !item.next(p, run_keys, end);
                 if (!done) start(p);
             }
         }

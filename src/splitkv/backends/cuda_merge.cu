@@ -7,6 +7,7 @@
 #define COLUMNS 64
 #define COLUMN_BLOCKS ((DV + COLUMNS - 1) / COLUMNS)
 #define WARPS (MAX_RUN > 1 ? 8 : 16)
+#define BLOCKS_PER_SM (MAX_RUN > 1 && __CUDA_ARCH__ < 1000 ? 3 : 2)  // registers for three would spill on sm_100
 
 struct Sum {
     float x, y, m, l;
@@ -33,32 +34,38 @@ struct Parts {
         return {acc.x, acc.y, part.x, part.y};
     }
 
-    // Parts [first, first + 4), of which the first exists.
-    __device__ __forceinline__ Sum join_four(int first) const {
-        Sum sums[4];
+    // Parts [first, first + 4 * FOURS), of which the first exists, four by four: all are asked for before any is joined.
+    template <int FOURS>
+    __device__ __forceinline__ void join_fours(int first, Sum (&fours)[FOURS]) const {
+        Sum sums[4 * FOURS];
 #pragma unroll
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < 4 * FOURS; i++)
             if (first + i < count) sums[i] = load(first + i);
 #pragma unroll
-        for (int i = 1; i < 4; i++)
-            if (first + i < count) sums[0].add(sums[i]);
-        return sums[0];
+        for (int four = 0; four < FOURS; four++) {
+#pragma unroll
+            for (int i = 1; i < 4; i++)
+                if (first + 4 * four + i < count) sums[4 * four].add(sums[4 * four + i]);
+            fours[four] = sums[4 * four];
+        }
     }
 };
 
 // All parts, by one warp.
 __device__ __forceinline__ Sum join_alone(const Parts& parts) {
-    Sum root, sixtyfour, sixteen;
-    for (int first = 0; first < parts.count; first += 4) {
-        Sum four = parts.join_four(first);
-        if (first % 16 == 0) sixteen = four;
-        else sixteen.add(four);
-        bool end = first + 4 >= parts.count;
-        if (first % 16 == 12 || end) {
+    Sum root, sixtyfour, sixteen, fours[2];
+#pragma unroll 1
+    for (int first = 0; first < parts.count; first += 8) {
+        parts.join_fours(first, fours);
+        if (first % 16 == 0) sixteen = fours[0];
+        else sixteen.add(fours[0]);
+        if (first + 4 < parts.count) sixteen.add(fours[1]);
+        bool end = first + 8 >= parts.count;
+        if (first % 16 == 8 || end) {
             if (first % 64 < 16) sixtyfour = sixteen;
             else sixtyfour.add(sixteen);
         }
-        if (first % 64 == 60 || end) {
+        if (first % 64 == 56 || end) {
             if (first < 64) root = sixtyfour;
             else root.add(sixtyfour);
         }
@@ -73,8 +80,9 @@ __device__ __forceinline__ Sum join_together(const Parts& parts) {
     Sum root;
     for (int base = 0; base < parts.count; base += 64) {
         int first = base + warp * 4;
-        Sum sum = {0.0f, 0.0f, MINUS_INF, 0.0f};
-        if (first < parts.count) sum = parts.join_four(first);
+        Sum sums[1] = {{0.0f, 0.0f, MINUS_INF, 0.0f}};
+        if (first < parts.count) parts.join_fours(first, sums);
+        Sum& sum = sums[0];
         if (parts.count > 4) {
             shared[0][warp][lane] = sum;
             __syncthreads();
@@ -95,7 +103,7 @@ __device__ __forceinline__ Sum join_together(const Parts& parts) {
     return root;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) merge_kernel(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_kernel(const __grid_constant__ Params p) {
     let_next_kernel_start();  // it waits for this one's end before it does anything
     if (!touch(p)) return;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -113,9 +121,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) merge_kernel(const __gr
         int run_keys = MAX_RUN > 1 ? keys_per_run(p) : 0, lo, hi;
         if (p.batch > 1) {
             Rows rows;
-            rows.load(p, 0, 0, run_keys);
-            while (row >= rows.base + 32) rows.load(p, rows.base + 32, rows.end(), run_keys);
-            first = rows.first_unit(row);
+            rows.load(p, 0, {0, 0}, run_keys);
+            while (row >= rows.base + 32) rows.load_next(p, run_keys);
+            first = (int)rows.until(row).units;
         }
         row_bounds(p, row, lo, hi);
         units = cut_row(p, hi - lo, run_keys).units;

@@ -12,16 +12,21 @@
 #define PITCH(chunks) ((chunks) % 8 ? (chunks) | 1 : (chunks))
 #define STAGE_CHUNKS (BK * (PITCH(K_CHUNKS) > PITCH(V_CHUNKS) ? PITCH(K_CHUNKS) : PITCH(V_CHUNKS)))
 #define JOIN_PITCH (DV + 4)
+#define JOIN_COLUMNS (STAGE_CHUNKS * 4 / JOIN_PITCH < VECTORS ? STAGE_CHUNKS * 4 / JOIN_PITCH : VECTORS)  // at once
 #define THREADS_PER_VECTOR (THREADS / VECTORS)
 #define QUERY_STEPS ((NT * (D / 16) + WARPS - 1) / WARPS)
 #define PART (DV / THREADS_PER_VECTOR)  // elements of a part that a thread keeps
+#define KEPT_WORDS (DV * NT >= 256 ? PART + 2 : 0)  // of a part, where registers are short
 
 struct Shared {
     uint4 ring[WARPS][STAGES][STAGE_CHUNKS];
-    float join[WARPS * JOIN_COLUMNS * JOIN_PITCH];
     uint2 q[NT][D / 16][32];  // as the products' right operand: by lane
     float2 ml[WARPS][VECTORS];
     u32 exists[WARPS][STAGES];
+    int free_stage[WARPS];
+#if KEPT_WORDS
+    float kept[KEPT_WORDS][THREADS];
+#endif
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_launch.py counts otherwise");
 

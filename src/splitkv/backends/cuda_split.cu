@@ -1,7 +1,7 @@
 // Backend "cuda", first kernel: streams the cache once and leaves one part per unit of a row (plan.py), or the answer.
 //
 // Compile-time: D, DV (head sizes), NT (tiles of 8 query vectors), KV_TYPE, OUT_TYPE (the query's), BK (keys per tile), STAGES
-// (of the ring), SHARED_BYTES, JOIN_COLUMNS, PAGED, VECTOR (whether rows load in 16-byte vectors), MAX_RUN
+// (of the ring), SHARED_BYTES, PAGED, VECTOR (whether rows load in 16-byte vectors), MAX_RUN
 // (1, 4 or 16), CAUSAL (several queries a row), SOFTCAP, MASK (a type, or NONE).
 //
 // Four warps, each on its own: it brings tiles of BK keys into its own ring in shared memory with cp.async, several ahead,
@@ -29,14 +29,89 @@ struct Part {
     }
 };
 
-// The four warps' parts of one query vector, joined in the warps' order. `from`: the first warp's; `stride` to the next.
-__device__ __forceinline__ void join_warps(const Shared& shared, const float* from, int stride, int vector, Part& part) {
+// A part that lasts from split to split: in shared memory where registers are short.
+struct Kept {
+#if KEPT_WORDS && MAX_RUN > 1
+    float* words;
+
+    __device__ __forceinline__ explicit Kept(Shared& shared) : words(&shared.kept[0][threadIdx.x]) {}
+    __device__ __forceinline__ Part get() const {
+        Part part;
+#pragma unroll
+        for (int i = 0; i < PART; i++) part.acc[i] = words[i * THREADS];
+        part.m = words[PART * THREADS];
+        part.l = words[(PART + 1) * THREADS];
+        return part;
+    }
+    __device__ __forceinline__ void set(const Part& part) {
+#pragma unroll
+        for (int i = 0; i < PART; i++) words[i * THREADS] = part.acc[i];
+        words[PART * THREADS] = part.m;
+        words[(PART + 1) * THREADS] = part.l;
+    }
+#else
+    Part part;
+
+    __device__ __forceinline__ explicit Kept(Shared&) {}
+    __device__ __forceinline__ const Part& get() const { return part; }
+    __device__ __forceinline__ void set(const Part& now) { part = now; }
+#endif
+    __device__ __forceinline__ void add(const Part& later) {
+        Part sum = get();
+        sum.add(later);
+        set(sum);
+    }
+};
+
+// A unit's splits that have ended, joined as far as the tree allows.
+struct Run {
+    Kept root;
+#if MAX_RUN > 4
+    Part four;
+    int splits;
+#endif
+
+    __device__ __forceinline__ explicit Run(Shared& shared) : root(shared) {}
+    __device__ __forceinline__ void clear() {
+        Part none;
+        none.clear();
+        root.set(none);
+#if MAX_RUN > 4
+        four.clear();
+        splits = 0;
+#endif
+    }
+    __device__ __forceinline__ void add(const Part& part) {
+#if MAX_RUN > 4
+        four.add(part);
+        if (++splits % 4 == 0) {
+            root.add(four);
+            four.clear();
+        }
+#elif MAX_RUN > 1
+        root.add(part);
+#else
+        root.set(part);
+#endif
+    }
+    __device__ __forceinline__ Part all() {
+#if MAX_RUN > 4
+        root.add(four);
+#endif
+        return root.get();
+    }
+};
+
+// The four warps' parts of one query vector, joined in the warps' order. `first`: this thread's first element of each.
+__device__ __forceinline__ void join_warps(const Shared& shared, int column, int first, int vector, Part& part) {
+    const float* from[WARPS];
     float2 ml[WARPS];
     float weight[WARPS];
     part.m = MINUS_INF;
     part.l = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
+        from[w] = (const float*)shared.ring[w][shared.free_stage[w]] + column * JOIN_PITCH + first;
         ml[w] = shared.ml[w][vector];
         part.m = fmaxf(part.m, ml[w].x);
     }
@@ -49,18 +124,17 @@ __device__ __forceinline__ void join_warps(const Shared& shared, const float* fr
     for (int i = 0; i < PART; i++) {
         part.acc[i] = 0.0f;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++)
-            part.acc[i] = fmaf(from[w * stride + i * THREADS_PER_VECTOR], weight[w], part.acc[i]);
+        for (int w = 0; w < WARPS; w++) part.acc[i] = fmaf(from[w][i * THREADS_PER_VECTOR], weight[w], part.acc[i]);
     }
 }
 
-// Ends a split: the four warps' sums become one part. JOIN_COLUMNS at a time have room beside the ring; the block's last
-// split has the whole ring, as nothing is on its way any more.
-__device__ __forceinline__ void close_split(const Params& p, Shared& shared, Sums& sums, Part& part, bool last) {
+// Ends a split: the four warps' sums become one part. They meet in the stages of the rings that were read last and are not
+// yet filled again, as many columns at a time as those hold.
+__device__ __forceinline__ void close_split(const Params& p, Shared& shared, Sums& sums, int free_stage, Part& part) {
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     int vector = threadIdx.x / THREADS_PER_VECTOR, first = threadIdx.x % THREADS_PER_VECTOR;
-    int columns = last ? VECTORS : JOIN_COLUMNS, stride = columns * JOIN_PITCH;
-    float* buffer = last ? (float*)shared.ring : shared.join;
+    float* buffer = (float*)shared.ring[warp][free_stage];
+    if (lane == 0) shared.free_stage[warp] = free_stage;
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
 #pragma unroll
@@ -70,16 +144,15 @@ __device__ __forceinline__ void close_split(const Params& p, Shared& shared, Sum
             for (int step = 4; step < 32; step *= 2) l += __shfl_xor_sync(~0u, l, step);
             if (g == 0) shared.ml[warp][nt * 8 + 2 * t + j] = make_float2(sums.m[nt][j], l);
         }
-    if (last) __syncthreads();
 #pragma unroll 1
-    for (int column = 0; column < p.rows_per_block; column += columns) {
+    for (int column = 0; column < p.rows_per_block; column += JOIN_COLUMNS) {
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 int mine = nt * 8 + 2 * t + j - column;
-                if (mine >= 0 && mine < columns) {
-                    float* to = buffer + warp * stride + mine * JOIN_PITCH;
+                if (mine >= 0 && mine < JOIN_COLUMNS) {
+                    float* to = buffer + mine * JOIN_PITCH;
 #pragma unroll
                     for (int mt = 0; mt < DV / 16; mt++)
 #pragma unroll
@@ -90,7 +163,7 @@ __device__ __forceinline__ void close_split(const Params& p, Shared& shared, Sum
         }
         __syncthreads();
         int mine = vector - column;
-        if (mine >= 0 && mine < columns) join_warps(shared, buffer + mine * JOIN_PITCH + first, stride, vector, part);
+        if (mine >= 0 && mine < JOIN_COLUMNS) join_warps(shared, mine, first, vector, part);
         __syncthreads();
     }
     sums.clear();
@@ -101,7 +174,7 @@ __device__ __forceinline__ void store(const Params& p, const Item& item, const P
     Vector vector(p, threadIdx.x / THREADS_PER_VECTOR);
     int first = threadIdx.x % THREADS_PER_VECTOR;
     if (!vector.valid) return;
-    if (item.units > 1) {
+    if (item.cut.units > 1) {
         i64 at = ((i64)item.slot * p.num_kv_heads * p.group + vector.head) * p.q_len + vector.query;
 #pragma unroll
         for (int i = 0; i < PART; i++) p.partial_out[at * DV + first + i * THREADS_PER_VECTOR] = part.acc[i];
@@ -124,82 +197,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
     wait_for_previous_kernel();
 
     int run_keys = MAX_RUN > 1 ? keys_per_run(p) : 0;
-    Rows rows;
-    int units = 0;
-    for (int base = (p.batch - 1) & ~31; base >= 0; base -= 32) {  // ends at the first rows
-        rows.load(p, base, 0, run_keys);
-        units += rows.end();
-    }
-    if (blockIdx.y >= units) return;
+    Share share(p, run_keys);
+    Item item = share.first;
+    if (item.slot >= share.end) return;
 
     Loader loader;
-    loader.rows = rows;
-    loader.index = blockIdx.y;
-    loader.units = units;
+    loader.item = item;
+    loader.end = share.end;
     loader.run_keys = run_keys;
     loader.stage = 0;
     loader.of_v = loader.done = false;
     loader.start(p);
-    Item item = loader.item;
     Queries queries;
     queries.fetch(p, item);
 
     Sums sums;
     Weights weights;
-    Part part;
-#if MAX_RUN > 1
-    Part four, sixteen;
-    int splits;
-#endif
+    Run run(shared);
     float scale = p.scale;
     if (p.k_scales) scale *= p.k_scales[divide(blockIdx.x, p.row_blocks) * p.k_scale_stride];
-    int index = blockIdx.y, stage = 0, ahead = STAGES - 1, n, split_end;
+    int stage = 0, ahead = STAGES - 1, row = -1, n, split_end;
     bool of_v = false, entered = false;
     sums.clear();
     for (;;) {
         if (ahead == 0 && !entered) {
-            queries.put(shared);
+            if (row != item.row) queries.put(shared);
+            row = item.row;
             split_end = item.split_end(item.n_begin);
             n = item.n_begin + warp * BK;
-#if MAX_RUN > 1
-            four.clear();
-            sixteen.clear();
-            splits = 0;
-#endif
+            run.clear();
             entered = true;
         }
         if (ahead == 0 && !of_v && n >= split_end) {  // no tile of this split is left for this warp
             bool end = split_end >= item.n_end, more = false;
             Item next = item;
             if (end) {
-                index += gridDim.y;
-                more = index < units;
-                if (more) {
-                    next.find(p, rows, index, run_keys);
-                    queries.fetch(p, next);
-                }
+                more = next.next(p, run_keys, share.end);
+                if (more && next.row != row) queries.fetch(p, next);
             }
-            close_split(p, shared, sums, part, end && !more);
-#if MAX_RUN > 1
-            four.add(part);
-            if (MAX_RUN > 4 && ++splits % 4 == 0) {
-                sixteen.add(four);
-                four.clear();
-            }
-#endif
+            Part part;
+            close_split(p, shared, sums, loader.stage, part);
+            run.add(part);
             if (!end) {
                 n = split_end + warp * BK;
                 split_end = item.split_end(split_end);
                 continue;
             }
-#if MAX_RUN > 4
-            sixteen.add(four);
-            store(p, item, sixteen);
-#elif MAX_RUN > 1
-            store(p, item, four);
-#else
-            store(p, item, part);
-#endif
+            store(p, item, run.all());
             if (!more) break;
             item = next;
             entered = false;
@@ -225,5 +269,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
         of_v = !of_v;
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    let_next_kernel_start();
 }

@@ -14,6 +14,7 @@ app.py       the sub-commands of `splitkv bench`
 
 attention.py `splitkv bench attention`: parity, then time, of ours beside other libraries; attention_command.py its
              command line, attention_cases.py its cases, attention_data.py the memory they share
+ranks.py     `splitkv bench ranks`: one row on one device and over several; ranks_command.py its command line
 contender.py what takes part; peers.py all of them, peers_torch.py, peers_flashinfer.py and peers_fa3.py how
 summary.py   best peers, goals met and straight lines, out of the rows of a result file
 report.py    `splitkv report`: one page of HTML; report_command.py its command line, plots.py its figures

@@ -10,6 +10,8 @@ from .attention_command import EXAMPLE, attention
 from .commands import Commit, Dirty, Json, Out, deliver, fail, usage
 from .e2e_command import EXAMPLE as E2E_EXAMPLE
 from .e2e_command import e2e
+from .ranks_command import EXAMPLE as RANKS_EXAMPLE
+from .ranks_command import ranks
 from .record import command_line, provenance, require_writable
 
 if TYPE_CHECKING:
@@ -107,3 +109,4 @@ def _run_one(case: Case, options: FuzzOptions, shrink: bool) -> None:
 
 bench_app.command(epilog=EXAMPLE)(attention)
 bench_app.command(epilog=E2E_EXAMPLE)(e2e)
+bench_app.command(epilog=RANKS_EXAMPLE)(ranks)

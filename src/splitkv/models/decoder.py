@@ -8,7 +8,7 @@ can be captured in a CUDA graph. Projections that read the same input are one ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from .delta_net import DeltaNetMixer
 from .parts import Part, RMSNorm, empty_weight, project
 from .state import DecodeState
 from .weights import Weights, check_names
+
+if TYPE_CHECKING:
+    from .fused import FusedStep
 
 
 class Attention(nn.Module):
@@ -71,6 +74,20 @@ class Attention(nn.Module):
         """x [batch, hidden], one token a row, at the position before the state's length."""
         q, k, v, gate = self._project(x, rotation)
         return self._finish(state.attend(self.layer, q, k, v, self.window), gate)
+
+    def step(self, norm: RMSNorm, now: FusedStep) -> None:
+        """x += decode(norm(x)), by the kernels."""
+        from .place_kernels import place
+
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        projected = now.products.after_norm(now.x, norm, self.qkv, self.qkv_bias)
+        cache, heads = now.state.caches[self.layer], self.config.num_q_heads
+        q, gate = place(projected, norms, now.rotation, now.positions, cache, heads, self.config.gated)
+        attended = now.state.attend_held(self.layer, q, self.window).flatten(-2)
+        factor = None if gate is None else gate.flatten(-2)
+        now.products.onto(now.x, attended, self.out, self.out_bias, factor)
 
     def parts(self, name: str) -> Iterator[Part]:
         for suffix, fused, out in (("weight", self.qkv, self.out), ("bias", self.qkv_bias, self.out_bias)):
@@ -137,6 +154,11 @@ class Layer(nn.Module):
         x = x + self.mixer.decode(self.norm_in(x), rotation, state)
         return self._feed_forward(x)
 
+    def step(self, now: FusedStep) -> None:
+        """x = decode(x), by the kernels."""
+        self.mixer.step(self.norm_in, now)
+        now.products.onto(now.x, now.products.swiglu(now.x, self.norm_mlp, self.gate_up), self.down)
+
     def parts(self, name: str) -> Iterator[Part]:
         yield from self.norm_in.parts(f"{name}.input_layernorm")
         yield from self.mixer.parts(f"{name}.{'linear_attn' if self.linear else 'self_attn'}")
@@ -147,12 +169,16 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model. Weights are uninitialised until `load` or `randomise`. dtype: of weights and activations."""
+    """The model. Weights are uninitialised until `load` or `randomise`. dtype: of weights and activations.
+
+    step: how `decode` is done, one of fused.STEPS; "torch", which is this file, on a CPU.
+    """
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         device = torch.device(device)
         self.config, self.dtype, self.device = config, dtype, device
+        self.step = "streamed" if device.type == "cuda" else "torch"
         self.embedding = empty_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers: list[Layer] = []
         for i in range(len(config.layer_types)):
@@ -245,12 +271,23 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def decode(self, tokens: Tensor, state: DecodeState) -> Tensor:
         """Logits [batch, vocab_size] f32 after one more token of every row; the state's lengths grow by one."""
+        if self.step != "torch":
+            return self._fused(tokens, state)
         rotation = self._rotation(state.seq_lens)
         state.seq_lens += 1
         x = F.embedding(tokens, self.embedding)
         for layer in self.layers:
             x = layer.decode(x, rotation, state)
         return self._logits(x)
+
+    def _fused(self, tokens: Tensor, state: DecodeState) -> Tensor:
+        from .fused import FusedStep, launches_on
+
+        with launches_on(tokens):
+            now = FusedStep(self.step, tokens, self.embedding, self.frequencies, self.config.rope.scale, state)
+            for layer in self.layers:
+                layer.step(now)
+            return now.products.logits(now.x, self.norm, self.head)
 
     def bytes_per_step(self) -> int:
         """Bytes of weights that one decode step reads: all but an embedding that is not also the output matrix."""

@@ -1,132 +1,138 @@
-"""One token of a gated delta-net layer on a GPU: two launches, and both states are updated where they lie.
+"""One token of a gated delta-net layer on a GPU, from its projection to the input of its output product: one launch,
+and both states are updated where they lie.
 
 fla-core's kernel for this writes the new state to a new tensor, which would have to be copied back at every step. Here
-a block reads its part of the state once and writes it once; the gates are computed on the way.
+a block has one head: it reads its state once and writes it once, and convolution, gates and norm are done on the way.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .config import DeltaNet
-
-CONV_BLOCK = 256
-STATE_ELEMENTS = 2048
-"""Elements of the state that a block of four warps holds: 16 in each thread."""
+from .launching import dependent_launch
 
 
 @triton.jit
-def conv_kernel(x, held, weight, out, x_stride, channels, KERNEL: tl.constexpr, BLOCK: tl.constexpr):
-    """out = silu of the causal convolution at the newest token, whose input x joins the inputs held."""
-    row = tl.program_id(1).to(tl.int64)
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < channels
-    mine = held + row * channels * (KERNEL - 1) + c * (KERNEL - 1)
-    new = tl.load(x + row * x_stride + c, mask=inside, other=0)
+def convolved(x, held, weight, c, inside, position, channels, writes, KERNEL: tl.constexpr):
+    """silu of the causal convolution of channels c at the newest token, whose input x joins the inputs held.
+
+    Inputs are held by position modulo KERNEL: the newest takes the place of one that nobody reads any more, so blocks
+    that share channels need not wait for each other.
+    """
+    new = tl.load(x + c, mask=inside, other=0)
     total = new.to(tl.float32) * tl.load(weight + c * KERNEL + KERNEL - 1, mask=inside, other=0).to(tl.float32)
-    for i in tl.static_range(KERNEL - 1):
-        old = tl.load(mine + i, mask=inside, other=0)
-        total += old.to(tl.float32) * tl.load(weight + c * KERNEL + i, mask=inside, other=0).to(tl.float32)
-        if i > 0:
-            tl.store(mine + i - 1, old, mask=inside)
-    tl.store(mine + KERNEL - 2, new, mask=inside)
-    tl.store(out + row * channels + c, (total * tl.sigmoid(total)).to(out.dtype.element_ty), mask=inside)
+    for back in tl.static_range(1, KERNEL):
+        slot = (position + KERNEL - back) % KERNEL
+        old = tl.load(held + slot * channels + c, mask=inside, other=0).to(tl.float32)
+        total += old * tl.load(weight + c * KERNEL + KERNEL - 1 - back, mask=inside, other=0).to(tl.float32)
+    tl.store(held + position % KERNEL * channels + c, new, mask=inside & writes)
+    return total * tl.sigmoid(total)
 
 
 @triton.jit
-def state_kernel(
-    mixed, a, b, rate, dt_bias, memory, out, channels, gate_stride, scale, eps,
+def delta_kernel(
+    projected, positions, held, weight, rate, dt_bias, memory, norm, out, stride, channels, scale, unit_eps, norm_eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    KERNEL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; out = S^T q, for BLOCK_V columns of one head's S."""
-    blocks: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
-    head = tl.program_id(0) // blocks
+    """Grid: (value heads, rows). S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; out = norm(S^T q) silu(z)."""
+    if PDL:
+        gdc_launch_dependents()
+    head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BLOCK_K)
-    j = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    j = tl.arange(0, BLOCK_V)
     is_key, is_value = i < KEY_DIM, j < VALUE_DIM
-
-    keys = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
-    inputs = mixed + row * channels
-    q = tl.load(inputs + keys, mask=is_key, other=0).to(tl.float32)
-    k = tl.load(inputs + KEY_HEADS * KEY_DIM + keys, mask=is_key, other=0).to(tl.float32)
-    v = tl.load(inputs + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j, mask=is_value, other=0).to(tl.float32)
-    q *= scale / tl.sqrt(tl.sum(q * q) + eps)
-    k *= 1.0 / tl.sqrt(tl.sum(k * k) + eps)
-
-    step = tl.load(a + row * gate_stride + head).to(tl.float32) + tl.load(dt_bias + head)
-    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
-    decay = tl.exp(tl.load(rate + head) * step)
-    beta = tl.sigmoid(tl.load(b + row * gate_stride + head).to(tl.float32))
-
     places = memory + (row * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
     is_state = is_key[:, None] & is_value[None, :]
-    state = tl.load(places, mask=is_state, other=0) * decay
+    state = tl.load(places, mask=is_state, other=0)
+    if PDL:  # the state was written by the step before
+        gdc_wait()
+
+    group: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    values: tl.constexpr = VALUE_HEADS * VALUE_DIM
+    inputs = projected + row * stride
+    position = tl.load(positions + row)
+    held += row * KERNEL * channels
+    keys = head // group * KEY_DIM + i
+    first = head % group == 0
+    q = convolved(inputs, held, weight, keys, is_key, position, channels, first, KERNEL)
+    k = convolved(inputs, held, weight, KEY_HEADS * KEY_DIM + keys, is_key, position, channels, first, KERNEL)
+    v = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
+    v = convolved(inputs, held, weight, v, is_value, position, channels, True, KERNEL)
+    q *= scale / tl.sqrt(tl.sum(q * q) + unit_eps)
+    k *= 1.0 / tl.sqrt(tl.sum(k * k) + unit_eps)
+
+    gates = inputs + channels + values + head
+    step = tl.load(gates + VALUE_HEADS).to(tl.float32) + tl.load(dt_bias + head)
+    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+    state *= tl.exp(tl.load(rate + head) * step)
+    beta = tl.sigmoid(tl.load(gates).to(tl.float32))
     wanted = beta * (v - tl.sum(state * k[:, None], 0))
     state += k[:, None] * wanted[None, :]
     tl.store(places, state, mask=is_state)
+
     attended = tl.sum(state * q[:, None], 0)
-    tl.store(out + (row * VALUE_HEADS + head) * VALUE_DIM + j, attended.to(out.dtype.element_ty), mask=is_value)
+    attended *= 1.0 / tl.sqrt(tl.sum(attended * attended) / VALUE_DIM + norm_eps)
+    attended *= tl.load(norm + j, mask=is_value, other=0).to(tl.float32)
+    z = tl.load(inputs + channels + head * VALUE_DIM + j, mask=is_value, other=0).to(tl.float32)
+    attended *= z * tl.sigmoid(z)
+    tl.store(out + row * values + head * VALUE_DIM + j, attended.to(out.dtype.element_ty), mask=is_value)
 
 
 def step(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
+    projected: Tensor,
+    positions: Tensor,
     conv: Tensor,
     memory: Tensor,
     *,
     weight: Tensor,
     rate: Tensor,
     dt_bias: Tensor,
+    norm: Tensor,
     sizes: DeltaNet,
-    eps: float,
+    unit_eps: float,
+    norm_eps: float,
 ) -> Tensor:
-    """One token of every row: [batch, value heads, value_dim] in qkv's dtype; `conv` and `memory` are updated.
+    """One token of every row: [batch, value heads * value_dim] in projected's dtype; `conv`, `memory` are updated.
 
-    qkv: [batch, channels]. a, b: [batch, value heads], equal row strides. conv: [batch, channels, kernel - 1].
-    memory: [batch, value heads, key_dim, value_dim] f32. weight: [channels, kernel], of the convolution. rate,
-    dt_bias: [value heads] f32. eps: under the root of q's and k's lengths. All contiguous, but for rows of the first
-    three.
+    projected: [batch, channels | value heads * value_dim | value heads | value heads]: q, k and v before their
+    convolution, z, b and a. positions: [batch] int32, tokens held before. conv: [batch, kernel, channels], the input at
+    position p in p % kernel. memory: [batch, value heads, key_dim, value_dim] f32. weight: [channels, kernel]. rate,
+    dt_bias: [value heads] f32. norm: [value_dim]. unit_eps: under the root of q's and k's lengths. All contiguous.
     """
-    batch, channels = qkv.shape
-    mixed = torch.empty((batch, channels), dtype=qkv.dtype, device=qkv.device)
-    out = torch.empty((batch, sizes.num_value_heads, sizes.value_dim), dtype=qkv.dtype, device=qkv.device)
-    block_k = triton.next_power_of_2(sizes.key_dim)
-    block_v = min(max(STATE_ELEMENTS // block_k, 1), triton.next_power_of_2(sizes.value_dim))
-    conv_kernel[(triton.cdiv(channels, CONV_BLOCK), batch)](
-        x=qkv,
+    batch, channels = projected.shape[0], sizes.channels
+    out = projected.new_empty((batch, sizes.num_value_heads * sizes.value_dim))
+    block_k, block_v = triton.next_power_of_2(sizes.key_dim), triton.next_power_of_2(sizes.value_dim)
+    pdl, options = dependent_launch(out)
+    delta_kernel[(sizes.num_value_heads, batch)](
+        projected=projected,
+        positions=positions,
         held=conv,
         weight=weight,
-        out=mixed,
-        x_stride=qkv.stride(0),
-        channels=channels,
-        KERNEL=sizes.kernel,
-        BLOCK=CONV_BLOCK,
-        num_warps=2,
-    )
-    state_kernel[(sizes.num_value_heads * triton.cdiv(sizes.value_dim, block_v), batch)](
-        mixed=mixed,
-        a=a,
-        b=b,
         rate=rate,
         dt_bias=dt_bias,
         memory=memory,
+        norm=norm,
         out=out,
+        stride=projected.stride(0),
         channels=channels,
-        gate_stride=a.stride(0),
         scale=sizes.key_dim**-0.5,
-        eps=eps,
+        unit_eps=unit_eps,
+        norm_eps=norm_eps,
         KEY_HEADS=sizes.num_key_heads,
         VALUE_HEADS=sizes.num_value_heads,
         KEY_DIM=sizes.key_dim,
         VALUE_DIM=sizes.value_dim,
+        KERNEL=sizes.kernel,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
-        num_warps=4,
+        PDL=pdl,
+        num_warps=max(4, min(16, block_k * block_v // 2048)),
+        **options,
     )
     return out

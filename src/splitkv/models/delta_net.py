@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import DecoderConfig
-from .parts import Part, empty_weight, project
+from .parts import Part, RMSNorm, empty_weight, project
 from .state import DecodeState
+
+if TYPE_CHECKING:
+    from .fused import FusedStep
 
 CHUNK = 64
 NORM_EPS = 1e-6
@@ -111,17 +114,20 @@ class DeltaNetMixer(nn.Module):
         log_decay = self.rate * F.softplus(a.float() + self.dt_bias)
         return q, k, v.unflatten(-1, (-1, delta.value_dim)), log_decay, b.sigmoid()
 
-    def _finish(self, out: Tensor, z: Tensor) -> Tensor:
+    def _gated(self, out: Tensor, z: Tensor) -> Tensor:
         normed = F.rms_norm(out.to(self.norm.dtype), self.norm.shape, self.norm, self.eps)
         gated = normed.float() * F.silu(z.float().unflatten(-1, (-1, self.delta.value_dim)))
-        return project(gated.to(z.dtype).flatten(-2), self.out)
+        return gated.to(z.dtype).flatten(-2)
 
     def prefill(self, x: Tensor, rotation: Any, state: DecodeState, row: int, start: int) -> Tensor:
         """x [tokens, hidden] of one row, after `start` others."""
         qkv, z, b, a = project(x, self.project).split(self.sizes, -1)
-        conv_state, memory = state.conv[self.layer][row], state.memory[self.layer][row]
-        seen = torch.cat([conv_state, qkv.T], -1)
-        conv_state.copy_(seen[:, -conv_state.shape[-1] :])
+        memory = state.memory[self.layer][row]
+        held, kernel = state.conv[self.layer][row], self.delta.kernel
+        places = torch.arange(start - kernel + 1, start, device=x.device)
+        seen = torch.cat([held[places % kernel], qkv])
+        held[(places + x.shape[0]) % kernel] = seen[1 - kernel :]
+        seen = seen.T
         mixed = F.silu(F.conv1d(seen[None], self.conv[:, None], groups=seen.shape[0]))[0].T
         parts = self._split(mixed, a, b)
         # Not in f32: fla's chunks are products of tensor cores, which round that to TF32.
@@ -132,31 +138,37 @@ class DeltaNetMixer(nn.Module):
                 use_qk_l2norm_in_kernel=True,
             )  # fmt: skip
             memory.copy_(final[0])
-            return self._finish(out[0], z)
-        return self._finish(delta_chunks(*_for_torch(parts), memory), z)
+            return project(self._gated(out[0], z), self.out)
+        return project(self._gated(delta_chunks(*_for_torch(parts), memory), z), self.out)
 
     def decode(self, x: Tensor, rotation: Any, state: DecodeState) -> Tensor:
-        """x [batch, hidden], one token a row."""
-        qkv, z, b, a = project(x, self.project).split(self.sizes, -1)
-        conv_state, memory = state.conv[self.layer], state.memory[self.layer]
-        if x.is_cuda:
-            from .delta_kernels import step
+        """x [batch, hidden], one token a row, at the position before the state's length."""
+        projected, conv, memory = project(x, self.project), state.conv[self.layer], state.memory[self.layer]
+        return project(self.step_in_torch(projected, state.seq_lens - 1, conv, memory), self.out)
 
-            with torch.cuda.device(x.device):
-                return self._finish(step(qkv, a, b, conv_state, memory, **self.step_weights()), z)
-        return self._finish(self.step_in_torch(qkv, a, b, conv_state, memory), z)
+    def step(self, norm: RMSNorm, now: FusedStep) -> None:
+        """x += decode(norm(x)), by the kernels."""
+        from . import delta_kernels
+
+        projected = now.products.after_norm(now.x, norm, self.project)
+        held = now.state.conv[self.layer], now.state.memory[self.layer]
+        mixed = delta_kernels.step(projected, now.positions, *held, **self.step_weights())
+        now.products.onto(now.x, mixed, self.out)
 
     def step_weights(self) -> dict[str, Any]:
         """What delta_kernels.step takes of this layer."""
-        weights = {"weight": self.conv, "rate": self.rate, "dt_bias": self.dt_bias}
-        return {**weights, "sizes": self.delta, "eps": NORM_EPS}
+        weights = {"weight": self.conv, "rate": self.rate, "dt_bias": self.dt_bias, "norm": self.norm}
+        return {**weights, "sizes": self.delta, "unit_eps": NORM_EPS, "norm_eps": self.eps}
 
-    def step_in_torch(self, qkv: Tensor, a: Tensor, b: Tensor, conv_state: Tensor, memory: Tensor) -> Tensor:
-        """What delta_kernels.step does on a GPU, with the same tensors; f32."""
-        seen = torch.cat([conv_state, qkv[..., None]], -1)
-        conv_state.copy_(seen[..., 1:])
+    def step_in_torch(self, projected: Tensor, positions: Tensor, conv: Tensor, memory: Tensor) -> Tensor:
+        """What delta_kernels.step does on a GPU, with the same tensors."""
+        qkv, z, b, a = projected.split(self.sizes, -1)
+        kernel, rows = self.delta.kernel, torch.arange(len(positions), device=positions.device)
+        conv[rows, positions % kernel] = qkv
+        order = (positions[:, None] + torch.arange(1 - kernel, 1, device=positions.device)) % kernel
+        seen = conv[rows[:, None], order].mT
         mixed = F.silu((seen.float() * self.conv.float()).sum(-1)).to(qkv.dtype)
-        return delta_step(*_for_torch(self._split(mixed, a, b)), memory)
+        return self._gated(delta_step(*_for_torch(self._split(mixed, a, b)), memory), z)
 
     def parts(self, name: str) -> Iterator[Part]:
         for suffix, rows in zip(("qkv", "z", "b", "a"), self.project.split(self.sizes), strict=True):

@@ -31,7 +31,7 @@ class Sampler:
     def __call__(self, logits: Tensor) -> Tensor:
         """[batch] int64 from logits [batch, vocab_size] f32."""
         if self.temperature == 0.0:
-            return logits.argmax(-1)
+            return largest(logits)
         probabilities = torch.softmax(logits / self.temperature, -1)
         if self.top_p < 1.0:
             ordered, order = probabilities.sort(-1, descending=True)
@@ -40,4 +40,13 @@ class Sampler:
             probabilities = torch.zeros_like(probabilities).scatter(-1, order, kept)
         # The largest of p / e with exponential e is token i with probability p_i; unlike multinomial it never syncs.
         noise = torch.empty_like(probabilities).exponential_(generator=self.generator)
-        return (probabilities / noise).argmax(-1)
+        return largest(probabilities / noise)
+
+
+def largest(values: Tensor) -> Tensor:
+    """[batch] int64: where rows of values [batch, size] are largest."""
+    if not values.is_cuda:
+        return values.argmax(-1)
+    from .sampling_kernels import argmax
+
+    return argmax(values)

@@ -32,9 +32,10 @@ def short_name(dtype: torch.dtype) -> str:
 class DecodeState:
     """Memory of `batch` rows of up to `capacity` tokens; all of it allocated here, at fixed addresses.
 
-    caches: per layer, in kv_dtype; None for linear layers. conv: per linear layer, [batch, channels, kernel - 1] in
-    dtype, that of the activations. memory: per linear layer, [batch, value heads, key_dim, value_dim] f32. seq_lens:
-    [batch] int32 on the device, tokens held by each row; every cache counts the same.
+    caches: per layer, in kv_dtype; None for linear layers. conv: per linear layer, [batch, kernel, channels] in dtype,
+    that of the activations: the convolution's last inputs, that of position p in p % kernel. memory: per linear layer,
+    [batch, value heads, key_dim, value_dim] f32. seq_lens: [batch] int32 on the device, tokens held by each row; every
+    cache counts the same.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class DecodeState:
                 self.caches[layer] = ContiguousKVCache(batch, capacity, *kv_heads, dtype=stored, device=device)
             elif (delta := config.delta) is not None:
                 sizes = (batch, delta.num_value_heads, delta.key_dim, delta.value_dim)
-                self.conv[layer] = torch.zeros((batch, delta.channels, delta.kernel - 1), dtype=dtype, device=device)
+                self.conv[layer] = torch.zeros((batch, delta.kernel, delta.channels), dtype=dtype, device=device)
                 self.memory[layer] = torch.zeros(sizes, dtype=torch.float32, device=device)
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
         self._row_ids = torch.arange(batch, dtype=torch.int32, device=device)
@@ -93,9 +94,12 @@ class DecodeState:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """Store one k, v [batch, num_kv_heads, head_dim] of every row and attend with q; q's shape and dtype."""
-        cache = self.caches[layer]
-        cache.append(k, v)
-        out = self.attention.run(q, **cache.arguments(), window=window)
+        self.caches[layer].append(k, v)
+        return self.attend_held(layer, q, window)
+
+    def attend_held(self, layer: int, q: Tensor, window: int | None) -> Tensor:
+        """Attend with q [batch, num_q_heads, head_dim] to all that a layer's cache holds; q's shape and dtype."""
+        out = self.attention.run(q, **self.caches[layer].arguments(), window=window)
         return out if isinstance(out, Tensor) else out[0]
 
     def bytes_per_step(self, seq_len: int) -> int:

@@ -145,12 +145,12 @@ def _to_cpu(tensor: Tensor) -> Tensor:
 
 
 def _plan(case: Case, geometry: Geometry, backend: str, device: str) -> DecodePlan:
-    """The plan that the call will use, for its workspace; for backend cuda that of auto, which is the same where cuda
-    takes the call, and where it refuses is not needed."""
+    """The plan that the call will use, for its workspace."""
     problem = case.problem(geometry)
-    if backend in ("auto", "cuda"):
-        return splitkv.DecodeAttention(problem, case.policy, device).plan
-    return plan_decode(problem, device_spec(device), case.policy, backend)
+    try:
+        return plan_decode(problem, device_spec(device), case.policy, backend)
+    except ValueError:  # backend cuda does not take it, as the call will say
+        return plan_decode(problem, device_spec(device), case.policy, "triton")
 
 
 @cache

@@ -14,7 +14,7 @@ from smollm2 import model_file
 from tiny import VOCAB, make, save
 
 from splitkv import UnsupportedError
-from splitkv.bench.e2e_llamacpp import llamacpp_logits
+from splitkv.bench.e2e_llamacpp import Tokens, llamacpp_logits
 from splitkv.cache.gguf_header import read_gguf_header
 from splitkv.models.config import DecoderConfig
 from splitkv.models.decoder import Decoder
@@ -124,7 +124,7 @@ def our_logits(decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
 
 def llamacpp(file: Path, ids: torch.Tensor) -> torch.Tensor:
     pytest.importorskip("llama_cpp")
-    return llamacpp_logits(file, ids[:PROMPT].tolist(), ids[PROMPT:].tolist(), threads=1)
+    return llamacpp_logits(file, Tokens(tuple(ids[:PROMPT].tolist()), tuple(ids[PROMPT:].tolist())), threads=1)
 
 
 @pytest.mark.parametrize("name", EXPORTED)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from splitkv.bench import e2e_llamacpp
-from splitkv.bench.e2e_llamacpp import LlamaCppOptions, llamacpp_logits, time_llamacpp
+from splitkv.bench.e2e_llamacpp import LlamaCppOptions, Tokens, llamacpp_logits, time_llamacpp
 
 STAND_IN = """
 import ctypes, os
@@ -127,11 +127,18 @@ def test_past_the_time_nothing_more_begins(gguf: Path) -> None:
 
 
 def test_logits_are_of_the_prompt_and_of_each_step(gguf: Path) -> None:
-    logits = llamacpp_logits(gguf, [3] * 9 + [7], [1, 2], threads=1)
+    logits = llamacpp_logits(gguf, Tokens((3,) * 9 + (7,), (1, 2)), threads=1)
     assert logits.dtype == torch.float32 and logits.shape == (3, 10)
     assert logits[:, 0].tolist() == [1007.0, 1101.0, 1202.0]
     with pytest.raises(RuntimeError, match="llama_decode returned -1"):
-        llamacpp_logits(gguf, [3, 99], threads=1)
+        llamacpp_logits(gguf, Tokens((3, 99)), threads=1)
+
+
+def test_logits_come_with_the_times_and_cost_them_nothing(gguf: Path) -> None:
+    result = time_llamacpp(gguf, LlamaCppOptions((50,), threads=1), compare=Tokens((3, 7), (1,)))
+    assert len(result["rows"]) == 1 and result["logits"][:, 0].tolist() == [207.0, 301.0]
+    result = time_llamacpp(gguf, LlamaCppOptions((50,), threads=1), compare=Tokens((3, 99)))
+    assert len(result["rows"]) == 1 and result["logits"] == "llama_decode returned -1: it gave no reason"
 
 
 def test_without_the_package(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +146,7 @@ def test_without_the_package(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     found = reasons(time_llamacpp(gguf, LlamaCppOptions((50,))))
     assert found == {("f16", 50): "llama-cpp-python is not installed"}
     with pytest.raises(RuntimeError, match="llama-cpp-python is not installed"):
-        llamacpp_logits(gguf, [1])
+        llamacpp_logits(gguf, Tokens((1,)))
 
 
 @pytest.mark.parametrize(

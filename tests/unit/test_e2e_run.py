@@ -303,8 +303,9 @@ def test_peers_that_are_not_there_are_not_measured(tiny: str, monkeypatch: pytes
 def test_other_logits_fail_the_peers_rows(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"contender": "llama.cpp", "kv_dtype": "q8_0", "depth": 300, "ms_per_token": 4.0}
     times = {"version": "1", "system": "", "method": "", "rows": [row], "not_measured": []}
-    monkeypatch.setattr(e2e_peers, "time_llamacpp", lambda file, options, progress: {**times, "rows": [dict(row)]})
-    monkeypatch.setattr(e2e_peers, "llamacpp_logits", lambda *rest: torch.randn(5, 500))
+    monkeypatch.setattr(
+        e2e_peers, "time_llamacpp", lambda *given: {**times, "rows": [dict(row)], "logits": torch.randn(5, 500)}
+    )
     result = run(tiny, depths=(300,), kv_dtypes=("fp8_e4m3",), batches=(1,), peers=("llama.cpp",))
     theirs = result["rows"][-1]
     assert theirs["contender"] == "llama.cpp" and not theirs["passed"] and result["failed_rows"] == 1

@@ -12,8 +12,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -63,27 +63,42 @@ class LlamaCppOptions:
             raise ValueError(f"steps: expected at least 1, got {self.steps}")
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """A prompt, and tokens that are decoded one at a time after it."""
+
+    prompt: tuple[int, ...]
+    follow: tuple[int, ...] = ()
+    kv_dtype: str = "f32"
+
+
 def time_llamacpp(
-    gguf: Path, options: LlamaCppOptions, progress: Progress = lambda done, total, text: None
+    gguf: Path,
+    options: LlamaCppOptions,
+    progress: Progress = lambda done, total, text: None,
+    compare: Tokens | None = None,
 ) -> dict[str, Any]:
     """Milliseconds of a decode step of llama.cpp on the file's model, at each depth and KV type.
 
     progress: called with tokens prefilled, of all, and a text. Returns {"version", "system", "method", "rows",
     "not_measured"}: a row has contender, kv_dtype, depth, ms_per_token, ms_p20, ms_p80, steps, prefill_tokens_s; an
-    entry of not_measured has contender, kv_dtype, depth and reason. Raises ValueError where the file is not there.
+    entry of not_measured has contender, kv_dtype, depth and reason. With `compare` also "logits", as of
+    llamacpp_logits, or the reason why there are none. Raises ValueError where the file is not there.
     """
     result: dict[str, Any] = {"version": None, "system": None, "method": METHOD, "rows": [], "not_measured": []}
+    logits = _Logits(compare)
     known = [kv_dtype for kv_dtype in options.kv_dtypes if kv_dtype in KV_TYPES]
     wanted = {(kv_dtype, depth): "" for kv_dtype in options.kv_dtypes for depth in options.depths}
     for kv_dtype, depth in wanted:
         if kv_dtype not in KV_TYPES:
             wanted[kv_dtype, depth] = f"llama.cpp has no {kv_dtype} cache"
     job = {
-        "what": "time", "depths": options.depths, "kv_dtypes": known, "steps": options.steps, "seed": options.seed,
-        "limit_s": options.limit_s,
+        "compare": logits.job, "depths": options.depths, "kv_dtypes": known, "steps": options.steps,
+        "seed": options.seed, "limit_s": options.limit_s,
     }  # fmt: skip
     reason = "it ended early"
-    for event in _run(gguf, job, options.threads, options.gpu_layers) if known else ():
+    for event in _run(gguf, job, options.threads, options.gpu_layers) if known or compare else ():
+        logits.take(event)
         match event["event"]:
             case "about":
                 result |= {"version": event["version"], "system": event["system"]}
@@ -99,7 +114,7 @@ def time_llamacpp(
     for (kv_dtype, depth), refusal in wanted.items():
         entry = {"contender": NAME, "kv_dtype": kv_dtype, "depth": depth, "reason": refusal or reason}
         result["not_measured"].append(entry)
-    return result
+    return result if compare is None else result | {"logits": logits.found()}
 
 
 def _row(event: dict[str, Any]) -> dict[str, Any]:
@@ -111,24 +126,39 @@ def _row(event: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def llamacpp_logits(
-    gguf: Path, prompt: Sequence[int], follow: Sequence[int] = (), kv_dtype: str = "f32", gpu_layers: int = 0,
-    threads: int | None = None,
-) -> Tensor:  # fmt: skip
-    """llama.cpp's logits after a prompt, and after each token of `follow`, decoded one at a time.
+class _Logits:
+    """Those that the worker sends, row by row."""
 
-    Returns [len(follow) + 1, vocab_size] f32. RuntimeError with llama.cpp's reason, or where it is not installed.
-    """
-    job = {"what": "logits", "prompt": list(prompt), "follow": list(follow), "kv_dtype": kv_dtype}
-    rows = []
-    for event in _run(gguf, job, threads, gpu_layers):
-        if event["event"] == "failed":
-            raise RuntimeError(event["reason"])
+    def __init__(self, tokens: Tokens | None) -> None:
+        self.job = None if tokens is None else asdict(tokens)
+        self._wanted = 0 if tokens is None else len(tokens.follow) + 1
+        self._rows: list[Tensor] = []
+        self._reason = "it ended early"
+
+    def take(self, event: dict[str, Any]) -> None:
         if event["event"] == "logits":
-            rows.append(torch.frombuffer(bytearray(base64.b64decode(event["f32"])), dtype=torch.float32))
-    if len(rows) != len(follow) + 1:
-        raise RuntimeError(f"llama.cpp gave {len(rows)} rows of logits, expected {len(follow) + 1}")
-    return torch.stack(rows)
+            data = bytearray(base64.b64decode(event["f32"]))
+            self._rows.append(torch.frombuffer(data, dtype=torch.float32))
+        elif event["event"] in ("no logits", "failed"):
+            self._reason = event["reason"]
+
+    def found(self) -> Tensor | str:
+        """All of them, or why not."""
+        return torch.stack(self._rows) if len(self._rows) == self._wanted else self._reason
+
+
+def llamacpp_logits(gguf: Path, tokens: Tokens, gpu_layers: int = 0, threads: int | None = None) -> Tensor:
+    """llama.cpp's logits after the prompt and after each token that follows, [len(follow) + 1, vocab_size] f32.
+
+    RuntimeError with llama.cpp's reason, or where it is not installed. ValueError where the file is not there.
+    """
+    logits = _Logits(tokens)
+    for event in _run(gguf, {"compare": logits.job, "kv_dtypes": []}, threads, gpu_layers):
+        logits.take(event)
+    found = logits.found()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
 
 
 def _run(gguf: Path, job: dict[str, Any], threads: int | None, gpu_layers: int) -> Iterator[dict[str, Any]]:

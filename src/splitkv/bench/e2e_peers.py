@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..cache.gguf_header import read_gguf_header
 from ..models.decoder import Decoder
@@ -21,10 +22,10 @@ from ..models.gguf_export import write_gguf
 from ..models.loop import DecodeLoop
 from ..models.state import DecodeState
 from . import e2e_llamacpp, e2e_transformers
-from .e2e_llamacpp import LlamaCppOptions, llamacpp_logits, time_llamacpp
+from .e2e_llamacpp import LlamaCppOptions, Tokens, time_llamacpp
 from .e2e_source import Source
 from .e2e_transformers import time_transformers
-from .failures import require_working_device, short_reason
+from .failures import short_reason
 from .parity import difference_of
 
 PEERS = {
@@ -112,17 +113,15 @@ def _llamacpp(run: PeerRun, file: Path, result: dict[str, Any], progress: Progre
     """Logits first, then times; of a model that came from a GGUF file also the times of that file as it is."""
     peer = e2e_llamacpp.NAME
     layers = -1 if run.decoder.device.type == "cuda" else 0
-    progress(0, 1, f"{run.name}: logits of {peer}")
-    try:
-        check = _compare_logits(run, file, layers)
-    except RuntimeError as error:
-        require_working_device(error, run.decoder.device.type)
-        check = {"passed": False, "reason": short_reason(error)}
     kv_dtypes = tuple(dict.fromkeys("q8_0" if kv.startswith("fp8") else kv for kv in run.kv_dtypes))
     options = LlamaCppOptions(
         run.depths, kv_dtypes, STEPS[run.decoder.device.type], gpu_layers=layers, seed=run.seed, limit_s=run.limit_s
     )
-    found = time_llamacpp(file, options, progress)
+    generator = torch.Generator().manual_seed(run.seed)
+    ids = torch.randint(run.decoder.config.vocab_size, (PROMPT + FOLLOW,), generator=generator)
+    progress(0, 1, f"{run.name}: {peer}")
+    found = time_llamacpp(file, options, progress, Tokens(tuple(ids[:PROMPT].tolist()), tuple(ids[PROMPT:].tolist())))
+    check = _compare(run.decoder, ids, found.pop("logits"))
     _take(run, peer, found, result, (run.source.activations, run.decoder.bytes_per_step()), check["passed"])
     result["about"][peer] |= {"logits": check}
     for kv_dtype in sorted(kv for kv in run.kv_dtypes if kv.startswith("fp8")):
@@ -136,21 +135,20 @@ def _llamacpp(run: PeerRun, file: Path, result: dict[str, Any], progress: Progre
         _take(run, peer, found, result, (_stored_weights(run.source.gguf), stored))
 
 
-def _compare_logits(run: PeerRun, file: Path, gpu_layers: int) -> dict[str, Any]:
+def _compare(decoder: Decoder, ids: Tensor, theirs: Tensor | str) -> dict[str, Any]:
     """llama.cpp's logits against ours, both over f32 keys and values: after a prompt, and after each of some steps."""
-    decoder = run.decoder
-    generator = torch.Generator().manual_seed(run.seed)
-    ids = torch.randint(decoder.config.vocab_size, (PROMPT + FOLLOW,), generator=generator)
-    theirs = llamacpp_logits(file, ids[:PROMPT].tolist(), ids[PROMPT:].tolist(), "f32", gpu_layers)
+    if isinstance(theirs, str):
+        return {"passed": False, "reason": theirs}
     state = DecodeState(decoder.config, 1, len(ids), "f32", decoder.dtype, decoder.device)
-    loop = DecodeLoop(decoder, state, graph=False)
-    ours = [loop.prefill(ids[:PROMPT].tolist())]
+    rows = [DecodeLoop(decoder, state, graph=False).prefill(ids[:PROMPT].tolist())]
     on_device = ids.to(decoder.device)
-    ours += [decoder.decode(on_device[i : i + 1], state)[0] for i in range(PROMPT, len(ids))]
-    stacked = torch.stack(ours).cpu()
-    difference = difference_of(theirs, stacked)
+    rows += [decoder.decode(on_device[i : i + 1], state)[0] for i in range(PROMPT, len(ids))]
+    ours = torch.stack(rows).cpu()
+    if theirs.shape != ours.shape:
+        return {"passed": False, "reason": f"expected logits {tuple(ours.shape)}, got {tuple(theirs.shape)}"}
+    difference = difference_of(theirs, ours)
     limit = LOGITS_LIMIT.get(decoder.dtype, LOGITS_LIMIT_16_BIT)
-    same = float((theirs.argmax(-1) == stacked.argmax(-1)).float().mean())
+    same = float((theirs.argmax(-1) == ours.argmax(-1)).float().mean())
     passed = difference["relative"] <= limit
     return {"tokens": len(ids), **difference, "same_token_share": same, "limit": limit, "passed": passed}
 

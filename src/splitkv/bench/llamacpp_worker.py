@@ -157,15 +157,17 @@ def _rows(engine: Engine, job: dict[str, Any], kv_dtype: str, begun: float, emit
             }  # fmt: skip
 
 
-def give_logits(engine: Engine, job: dict[str, Any], emit: Emit) -> None:
+def give_logits(engine: Engine, prompt: list[int], follow: list[int], kv_dtype: str, emit: Emit) -> None:
     """Logits after the prompt and after each of the tokens that follow."""
-    prompt, follow = job["prompt"], job["follow"]
-    with engine.context(job["kv_dtype"], len(prompt) + len(follow)) as context:
-        engine.prefill(context, prompt)
-        for token in [None, *follow]:
-            if token is not None:
-                engine.decode(context, [token])
-            emit({"event": "logits", "f32": base64.b64encode(engine.logits(context)).decode()})
+    try:
+        with engine.context(kv_dtype, len(prompt) + len(follow)) as context:
+            engine.prefill(context, prompt)
+            for token in [None, *follow]:
+                if token is not None:
+                    engine.decode(context, [token])
+                emit({"event": "logits", "f32": base64.b64encode(engine.logits(context)).decode()})
+    except Refused as refusal:
+        emit({"event": "no logits", "reason": str(refusal)})
 
 
 def main() -> None:
@@ -181,7 +183,9 @@ def main() -> None:
         try:
             engine = Engine(job["gguf"], job["threads"], job["gpu_layers"])
             emit({"event": "about", **engine.about()})
-            {"time": time_depths, "logits": give_logits}[job["what"]](engine, job, emit)
+            if job["compare"] is not None:
+                give_logits(engine, **job["compare"], emit=emit)
+            time_depths(engine, job, emit)
         except Refused as refusal:
             emit({"event": "failed", "reason": str(refusal)})
 

@@ -118,7 +118,7 @@ def test_a_file_that_it_does_not_load(gguf: Path) -> None:
 
 def test_a_build_without_a_gpu_is_not_run_on_the_cpu_instead(gguf: Path) -> None:
     found = reasons(time_llamacpp(gguf, LlamaCppOptions((50,), threads=1, gpu_layers=-1)))
-    assert found == {("f16", 50): "this build of llama-cpp-python runs on the CPU only"}
+    assert found == {("f16", 50): "llama.cpp sees no GPU: built without CUDA, or none is here"}
 
 
 def test_past_the_time_nothing_more_begins(gguf: Path) -> None:

@@ -48,7 +48,7 @@ class Engine:
         llama_cpp.llama_log_set(self._keep_log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         if gpu_layers and not llama_cpp.llama_supports_gpu_offload():
-            raise Refused("this build of llama-cpp-python runs on the CPU only")
+            raise Refused("llama.cpp sees no GPU: built without CUDA, or none is here")
         options = llama_cpp.llama_model_default_params()
         options.n_gpu_layers = gpu_layers
         self.model = llama_cpp.llama_model_load_from_file(gguf.encode(), options)

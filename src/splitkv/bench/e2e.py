@@ -217,10 +217,10 @@ class _Run:
         if reason := self.late():
             self.leave_out(name, reason, contender=",".join(options.peers))
             return
-        left_s = None if options.limit_s is None else options.limit_s - (time.monotonic() - self.start)
+        deadline = None if options.limit_s is None else self.start + options.limit_s
         run = PeerRun(
             name, source, decoder, depths, options.kv_dtypes, options.prefill, self.bandwidth.bytes_per_s, options.seed,
-            left_s,
+            deadline,
         )  # fmt: skip
         found = run_peers(options.peers, run, self._progress)
         self.rows += found["rows"]

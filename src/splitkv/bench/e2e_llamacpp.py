@@ -43,7 +43,7 @@ Progress = Callable[[int, int, str], None]
 class LlamaCppOptions:
     """What to run. depths: tokens held at the first timed step. kv_dtypes: f32, f16, bf16 or q8_0; others are reported
     as not measured. steps: timed at each depth. threads: on the CPU, default all. gpu_layers: 0 or -1, all.
-    limit_s: no chunk or depth is begun after this many seconds."""
+    deadline: no chunk is begun when time.monotonic() is past it."""
 
     depths: tuple[int, ...]
     kv_dtypes: tuple[str, ...] = ("f16",)
@@ -51,7 +51,7 @@ class LlamaCppOptions:
     threads: int | None = None
     gpu_layers: int = 0
     seed: int = 0
-    limit_s: float | None = None
+    deadline: float | None = None
 
     def __post_init__(self) -> None:
         if not self.depths or min(self.depths) <= WARM_UP_STEPS:
@@ -94,7 +94,7 @@ def time_llamacpp(
             wanted[kv_dtype, depth] = f"llama.cpp has no {kv_dtype} cache"
     job = {
         "compare": logits.job, "depths": options.depths, "kv_dtypes": known, "steps": options.steps,
-        "seed": options.seed, "limit_s": options.limit_s,
+        "seed": options.seed, "deadline": options.deadline,
     }  # fmt: skip
     reason = "it ended early"
     for event in _run(gguf, job, options.threads, options.gpu_layers) if known or compare else ():

@@ -58,7 +58,7 @@ class PeerRun:
     """What the peers of one geometry run, beside our decoder with the same weights.
 
     name: of the geometry. prefill: longest prompt that transformers really runs; llama.cpp runs all. bytes_per_s: the
-    read bandwidth that floors are made of. limit_s: seconds left.
+    read bandwidth that floors are made of. deadline: nothing begins when time.monotonic() is past it.
     """
 
     name: str
@@ -69,7 +69,7 @@ class PeerRun:
     prefill: int
     bytes_per_s: float
     seed: int = 0
-    limit_s: float | None = None
+    deadline: float | None = None
 
 
 def run_peers(
@@ -93,7 +93,9 @@ def run_peers(
         if e2e_transformers.NAME in peers:
             progress(0, 1, f"{run.name}: transformers")
             decoder, device = run.decoder, run.decoder.device.type
-            found = time_transformers(file, decoder.dtype, device, run.depths, STEPS[device], run.prefill, run.seed)
+            found = time_transformers(
+                file, decoder.dtype, device, run.depths, STEPS[device], run.prefill, run.seed, run.deadline
+            )
             weights = run.source.activations, decoder.bytes_per_step()
             _take(run, e2e_transformers.NAME, found, result, weights)
     return result
@@ -115,7 +117,7 @@ def _llamacpp(run: PeerRun, file: Path, result: dict[str, Any], progress: Progre
     layers = -1 if run.decoder.device.type == "cuda" else 0
     kv_dtypes = tuple(dict.fromkeys("q8_0" if kv.startswith("fp8") else kv for kv in run.kv_dtypes))
     options = LlamaCppOptions(
-        run.depths, kv_dtypes, STEPS[run.decoder.device.type], gpu_layers=layers, seed=run.seed, limit_s=run.limit_s
+        run.depths, kv_dtypes, STEPS[run.decoder.device.type], gpu_layers=layers, seed=run.seed, deadline=run.deadline
     )
     generator = torch.Generator().manual_seed(run.seed)
     ids = torch.randint(run.decoder.config.vocab_size, (PROMPT + FOLLOW,), generator=generator)

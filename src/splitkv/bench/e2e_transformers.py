@@ -10,6 +10,7 @@ import torch
 
 from .contender import installed
 from .failures import require_working_device, short_reason
+from .llamacpp_worker import TIME_IS_UP
 from .timing import summarise
 
 NAME = "transformers"
@@ -24,7 +25,14 @@ _CHUNK = 512
 
 @torch.no_grad()
 def time_transformers(
-    gguf: Path, dtype: torch.dtype, device: str, depths: tuple[int, ...], steps: int, prefill: int, seed: int = 0
+    gguf: Path,
+    dtype: torch.dtype,
+    device: str,
+    depths: tuple[int, ...],
+    steps: int,
+    prefill: int,
+    seed: int = 0,
+    deadline: float | None = None,
 ) -> dict[str, Any]:
     """Milliseconds of a decode step at each depth, in {"version", "method", "rows", "not_measured"}; rows and entries
     as e2e_llamacpp.time_llamacpp's. prefill: longest prompt that is really run."""
@@ -38,6 +46,8 @@ def time_transformers(
             result["version"] = transformers.__version__
             model = _Model(gguf, dtype, device, seed)
             for depth in list(left):
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(TIME_IS_UP)
                 times = model.steps_at(depth, steps, prefill)
                 result["rows"].append(_row(model.kv_dtype, depth, times))
                 left.remove(depth)

@@ -124,7 +124,8 @@ def time_depths(engine: Engine, job: dict[str, Any], emit: Emit) -> None:
 
 
 def _rows(engine: Engine, job: dict[str, Any], kv_dtype: str, emit: Emit) -> Iterator[dict[str, Any]]:
-    """Depth, milliseconds of each step there, and the prefill that led to it. Refused past the deadline, which is of the clock that all processes share."""
+    """Depth, milliseconds of each step there, and the prefill that led to it. Refused past the deadline, a time of the
+    clock that all processes share."""
     draw, depths, steps = random.Random(job["seed"]), sorted(job["depths"]), job["steps"]
     held, reported = 0, time.monotonic()
 

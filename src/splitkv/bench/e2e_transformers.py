@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,9 @@ class _Model:
 
         disable_progress_bar()
         options: dict[str, Any] = {"gguf_file": gguf.name, "dtype": dtype, "attn_implementation": "eager"}
-        self.model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, **options).eval().to(device)
+        with redirect_stderr(StringIO()):  # a bar that cannot be switched off
+            loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
+        self.model: Any = loaded.eval().to(device)
         self.cache: Any = DynamicCache(config=self.model.config)
         self.device, self.held = device, 0
         self.kv_dtype = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]

@@ -1,6 +1,6 @@
 """Compile the CUDA kernels with NVRTC, once per machine and variant, and load them. Needs no nvcc and no headers.
 
-Cubins are cached under a hash of everything that shapes them and moved into place whole (cache_files.py).
+Cubins are cached under a hash of everything that shapes them and moved into place whole (whole_file.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .cache_files import cache_directory, whole_file
+from ..whole_file import whole_file
+from .cache_files import cache_directory
 from .cuda_driver import checked, take_context
 
 SOURCES = {

@@ -36,12 +36,12 @@ GOAL_FACTOR, GOAL_US = 1.01, 3.0
 PEER_FACTOR = 4.0
 """A peer's error may be this many times plain PyTorch's, plus one rounding, before its speed is withheld."""
 PEER_F32_ERROR, QUANTISED_ERROR = 2e-3, 6e-2
-"""Relative error allowed to a peer that multiplies f32 in TF32, and to one that rounds q or P to fp8."""
+"""Relative error allowed to a peer that multiplies f32 in TF32, and to one that rounds q or P to fp8 or sums in f16."""
 RULES = (
     f"splitkv: f32 max abs error <= {parity.F32_MAX_ABS:g}, else error <= {parity.PLAIN_FACTOR:g} x PyTorch SDPA's "
     "in q's dtype on the decoded values + one rounding of the output",
     f"peers: f32 <= {PEER_F32_ERROR:g}, else {PEER_FACTOR:g} x PyTorch SDPA's + one rounding; peers that round q or "
-    f"the probabilities to fp8 on an fp8 cache: {QUANTISED_ERROR:g}",
+    f"the probabilities to fp8 on an fp8 cache, or sum in f16 over an f16 one: {QUANTISED_ERROR:g}",
     "error is ||out - ref|| / ||ref|| with ref in float64 over the stored values",
     "a CUDA graph's replay must give the eager call's error",
 )
@@ -200,7 +200,8 @@ class Judge:
             return parity.F32_MAX_ABS if f32 else parity.PLAIN_FACTOR * self.plain.relative + self.rounding
         if f32:
             return PEER_F32_ERROR
-        return QUANTISED_ERROR if fp8 and contender.quantises else PEER_FACTOR * self.plain.relative + self.rounding
+        coarse = (fp8 and contender.quantises) or (self._tensors.case.kv_dtype == "f16" and contender.half_sums)
+        return QUANTISED_ERROR if coarse else PEER_FACTOR * self.plain.relative + self.rounding
 
     def refusal(self, contender: Contender, error: parity.Error) -> str | None:
         """Why this error costs the contender its speed, or None. NaN does."""

@@ -120,6 +120,7 @@ static void locate_tile(const struct call *call, int64_t b, int64_t begin, int64
             tile->v[j] = present ? at3(&call->v, page, slot, 0) : NULL;
         }
     }
+    for (int j = (int)count; j % TURNED_KEYS; j++) tile->k[j] = tile->k[j - 1]; /* scores are taken by the vector */
 }
 
 /* Whether some query row may not see some key of the tile, or sees it through a mask. */

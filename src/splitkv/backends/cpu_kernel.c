@@ -27,19 +27,19 @@ struct job {
     const struct row *rows;
     struct reader k_reader, v_reader;
     enum product product;
+    bool turned;              /* keys are scored in lanes */
     int q_width;              /* floats that a query row fills (enum product) */
+    float *q;                 /* [batch, query rows, q_width]: see load_queries */
     int64_t k_bytes, v_bytes; /* of a key's row of one KV head */
     int64_t group_rows;       /* query rows per KV head */
     int64_t heads;            /* KV heads per task, at most */
-    bool touches;             /* how memory is kept busy: see touch_rows */
 };
 
 /* What a thread works in, for job.heads KV heads. */
 struct scratch {
-    float *q;      /* [query rows, q_width] */
     float *scores; /* [group_rows, TILE_KEYS] */
     float *factor; /* [group_rows] */
-    float *bias;   /* [TILE_KEYS] */
+    float *bias;   /* [group_rows, TILE_KEYS] */
     float *zeros;  /* stands in for the rows of absent keys */
     struct part parts[UNIT_LEVELS + 1];
 };
@@ -53,7 +53,7 @@ static struct part workspace_part(const struct call *call, int64_t unit, int64_t
 /* Writes out and lse of `count` query rows from `first` on. The sink joins here, once. */
 static void finish_rows(const struct job *job, int64_t b, int64_t first, int64_t count, struct part part) {
     const struct call *const call = job->call;
-    const int64_t dim = call->v_head_dim;
+    const int dim = (int)call->v_head_dim;
     for (int64_t r = 0; r < count; r++, part.acc += dim, part.stats += 2) {
         const int64_t head = (first + r) / call->q_len, token = (first + r) % call->q_len;
         const bool empty = part.stats[1] == 0.0f;
@@ -67,8 +67,9 @@ static void finish_rows(const struct job *job, int64_t b, int64_t first, int64_t
         }
         factor *= load_number(at3(&call->v_scale, (first + r) / job->group_rows, 0, 0), F32) / sum;
         char *const out = at3(&call->out, b, token, head);
-        for (int64_t d = 0; d < dim; d++)
-            store_number(out + d * call->out.stride[3], call->out.dtype, empty ? 0.0f : part.acc[d] * factor);
+        for (int s = 0; s < dim; s++)
+            store_number(out + column_at((enum dtype)call->v.dtype, dim, s) * call->out.stride[3],
+                         (enum dtype)call->out.dtype, empty ? 0.0f : part.acc[s] * factor);
         if (call->lse.data) {
             const double lse = empty ? -INFINITY : maximum * 0.69314718055994531 + log(sum);
             store_number(at3(&call->lse, b, token, head), F32, (float)lse);
@@ -76,31 +77,36 @@ static void finish_rows(const struct job *job, int64_t b, int64_t first, int64_t
     }
 }
 
-/* Query rows from `first` on, as f32 or as pairs of bf16 in the order in which K's arrive. */
-static void load_queries(const struct job *job, int64_t b, int64_t first, int64_t count, float *q) {
+/* Query row `r` of batch row `b`, as f32 or as pairs of bf16 in the order in which K's arrive. */
+static void load_query(const struct job *job, int64_t b, int64_t r) {
     const struct call *const call = job->call;
-    for (int64_t r = 0; r < count; r++, q += job->q_width) {
-        const char *const from = at3(&call->q, b, (first + r) % call->q_len, (first + r) / call->q_len);
-        for (int s = 0; s < job->q_width; s++) {
-            if (job->product == IN_F32) {
-                q[s] = load_number(from + s * call->q.stride[3], call->q.dtype);
-                continue;
-            }
-            for (int i = 0; i < 2; i++)
-                memcpy((char *)(q + s) + 2 * i, from + pair_element(call->k.dtype, s, i) * call->q.stride[3], 2);
+    const enum dtype dtype = (enum dtype)call->q.dtype, k_dtype = (enum dtype)call->k.dtype;
+    const char *const from = at3(&call->q, b, r % call->q_len, r / call->q_len);
+    const int64_t stride = call->q.stride[3];
+    float *const q = job->q + (b * call->num_q_heads * call->q_len + r) * job->q_width;
+    for (int s = 0; s < job->q_width; s++) {
+        if (job->product == IN_F32) {
+            q[s] = load_number(from + s * stride, dtype);
+            continue;
         }
+        for (int i = 0; i < 2; i++)
+            memcpy((char *)(q + s) + 2 * i, from + pair_element(k_dtype, job->turned, s, i) * stride, 2);
     }
 }
 
-/* rows[TILE_KEYS]: the tile's keys for one KV head, zeros where a key is absent or there is none. */
-static void resolve(const char *const *keys, int count, int64_t offset, const void *zeros, const char **rows) {
-    for (int j = 0; j < TILE_KEYS; j++) rows[j] = j < count && keys[j] ? keys[j] + offset : zeros;
+/* The tile's keys as they are, or with `zeros` for those that are absent (in `rows`). */
+static const char *const *resolve(const struct tile *tile, const char *const *keys, int64_t *offset,
+                                  const void *zeros, const char **rows) {
+    if (!tile->absent) return keys;
+    for (int j = 0; j < TILE_KEYS; j++) rows[j] = keys[j] ? keys[j] + *offset : zeros;
+    *offset = 0;
+    return rows;
 }
 
 /* Adds V where some query row may not see some key: one row at a time over the keys that weigh something, so
  * that a hidden NaN or Inf is not multiplied by 0. */
-static void add_visible_values(const struct job *job, const char *const *v, int count, const float *weights,
-                               const float *factor, float *acc) {
+static void add_visible_values(const struct job *job, const char *const *v, int64_t offset, int count,
+                               const float *weights, const float *factor, float *acc) {
     const int dim = (int)job->call->v_head_dim;
     for (int64_t r = 0; r < job->group_rows; r++, weights += TILE_KEYS, acc += dim) {
         const char *seen[TILE_KEYS];
@@ -111,58 +117,41 @@ static void add_visible_values(const struct job *job, const char *const *v, int 
             seen_weights[n] = weights[j];
             seen[n++] = v[j];
         }
-        values_of[job->call->v.dtype](&job->v_reader, 1, seen, NULL, n, seen_weights, factor + r, acc, dim);
+        values_of[job->call->v.dtype](&job->v_reader, 1, seen, offset, n, seen_weights, factor + r, acc, dim);
     }
 }
 
-/* Where there are few multiply-adds per byte, reading a whole tile in the order of memory before the arithmetic
- * beats asking for lines in between, since the processor's own read-ahead then runs at full speed. With more
- * arithmetic asking wins. Measured on a Zen 5 that reads 40 GB/s, four query heads per KV head of 128: touching
- * 39 GB/s in f32 and 33 in bf16, asking 31 and 38. */
-static void touch_rows(const char *const *keys, int count, int64_t first_head, int64_t heads, int64_t head_stride,
-                       int64_t row_bytes) {
-    const bool adjacent = head_stride == row_bytes; /* then one run of memory per key */
-    for (int j = 0; j < count; j++)
-        for (int64_t h = 0; keys[j] && h < (adjacent ? 1 : heads); h++)
-            touch(keys[j] + (first_head + h) * head_stride, adjacent ? heads * row_bytes : row_bytes);
-}
-
-/* Takes one tile into `part` (the query rows of one KV head). `next` at `next_head` is what will be read after
- * it: its lines are asked for meanwhile, unless they are touched in time. */
+/* Takes one tile into `part` (the query rows of one KV head). */
 static void attend_tile(const struct job *job, const struct row *row, const struct scratch *scratch, const float *q,
-                        const struct tile *tile, int64_t head, const struct tile *next, int64_t next_head,
-                        struct part part) {
+                        const struct tile *tile, int64_t head, struct part part) {
     const struct call *const call = job->call;
     const int rows = (int)job->group_rows, dim = (int)call->v_head_dim;
-    const char *now[TILE_KEYS], *later[TILE_KEYS];
-    const char *const *const ahead = job->touches ? NULL : later;
+    const char *present[TILE_KEYS];
 
-    resolve(tile->k, tile->count, head * call->k.stride[2], scratch->zeros, now);
-    resolve(next->k, next->count, next_head * call->k.stride[2], scratch->zeros, later);
-    scores_function *const score = scores_of[job->product][call->k.dtype];
-    for (int j = 0; j < tile->count; j += SCORE_KEYS)
-        score(&job->k_reader, rows, q, job->q_width, now + j, ahead ? ahead + j : NULL, scratch->scores + j);
+    int64_t offset = head * call->k.stride[2];
+    const char *const *keys = resolve(tile, tile->k, &offset, scratch->zeros, present);
+    scores_of[job->turned][job->product][call->k.dtype](&job->k_reader, rows, q, job->q_width, keys, offset, tile->count,
+                                           scratch->scores);
 
     const double scale = call->softmax_scale * load_number(at3(&call->k_scale, head, 0, 0), F32);
     const bool biased = needs_bias(call, row, tile);
     bool hides = false;
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; biased && r < rows; r++) {
         const int64_t query_row = head * rows + r;
-        if (biased)
-            hides |= fill_bias(call, row, query_row / call->q_len, query_row % call->q_len, tile, scratch->bias);
-        finish_logits(scale, (float)call->softcap, biased ? scratch->bias : NULL, tile->count,
-                      scratch->scores + r * TILE_KEYS);
+        hides |= fill_bias(call, row, query_row / call->q_len, query_row % call->q_len, tile,
+                           scratch->bias + r * TILE_KEYS);
     }
     for (int r = 0; r < rows; r += LANES)
-        softmax_step((int)min64(LANES, rows - r), scratch->scores + r * TILE_KEYS, part.stats + 2 * r,
-                     scratch->factor + r);
+        softmax_step((int)min64(LANES, rows - r), scale, (float)call->softcap,
+                     biased ? scratch->bias + r * TILE_KEYS : NULL, tile->count, scratch->scores + r * TILE_KEYS,
+                     part.stats + 2 * r, scratch->factor + r);
 
-    resolve(tile->v, tile->count, head * call->v.stride[2], scratch->zeros, now);
-    resolve(next->v, next->count, next_head * call->v.stride[2], scratch->zeros, later);
+    offset = head * call->v.stride[2];
+    keys = resolve(tile, tile->v, &offset, scratch->zeros, present);
     if (hides)
-        add_visible_values(job, now, tile->count, scratch->scores, scratch->factor, part.acc);
+        add_visible_values(job, keys, offset, tile->count, scratch->scores, scratch->factor, part.acc);
     else
-        values_of[call->v.dtype](&job->v_reader, rows, now, ahead, tile->count, scratch->scores, scratch->factor,
+        values_of[call->v.dtype](&job->v_reader, rows, keys, offset, tile->count, scratch->scores, scratch->factor,
                                  part.acc, dim);
 }
 
@@ -178,7 +167,7 @@ static void attend_unit(const struct job *job, const struct row *row, int64_t un
     struct tile tiles[2];
     int current = 0;
 
-    load_queries(job, row->index, first_row, rows, scratch->q);
+    const float *const q = job->q + (row->index * call->num_q_heads * call->q_len + first_row) * job->q_width;
     int64_t at = begin, split_end = min64(begin + row->split_len, end);
     locate_tile(call, row->index, at, min64(TILE_KEYS, split_end - at), &tiles[current]);
     do { /* once even for a row without keys, whose output is due all the same */
@@ -189,15 +178,9 @@ static void attend_unit(const struct job *job, const struct row *row, int64_t un
             at += tile->count;
             const int64_t next_end = at < split_end ? split_end : min64(split_end + row->split_len, end);
             locate_tile(call, row->index, at, min64(TILE_KEYS, next_end - at), next);
-            if (job->touches || tile->begin == begin) { /* nobody has asked for the first tile */
-                touch_rows(tile->k, tile->count, first_head, heads, call->k.stride[2], job->k_bytes);
-                touch_rows(tile->v, tile->count, first_head, heads, call->v.stride[2], job->v_bytes);
-            }
             for (int64_t h = 0; h < heads; h++) {
-                const bool last = h + 1 == heads;
                 const struct part part = {leaf.acc + h * group * dim, leaf.stats + 2 * h * group};
-                attend_tile(job, row, scratch, scratch->q + h * group * job->q_width, tile, first_head + h,
-                            last ? next : tile, last ? first_head : first_head + h + 1, part);
+                attend_tile(job, row, scratch, q + h * group * job->q_width, tile, first_head + h, part);
             }
         }
         leaf = walk_on(&walk, 0, leaf, rows, dim);
@@ -231,10 +214,9 @@ static struct scratch lay_out(const struct job *job, float *memory, int64_t *flo
     const int64_t rows = job->heads * job->group_rows, v_dim = job->call->v_head_dim;
     struct scratch scratch;
     *floats = 0;
-    scratch.q = carve(memory, floats, rows * job->q_width);
     scratch.scores = carve(memory, floats, job->group_rows * TILE_KEYS);
     scratch.factor = carve(memory, floats, job->group_rows);
-    scratch.bias = carve(memory, floats, TILE_KEYS);
+    scratch.bias = carve(memory, floats, job->group_rows * TILE_KEYS);
     scratch.zeros = carve(memory, floats, max64(job->call->head_dim, v_dim));
     for (int i = 0; i <= UNIT_LEVELS; i++) {
         scratch.parts[i].acc = carve(memory, floats, rows * v_dim);
@@ -254,6 +236,7 @@ static bool fits_workspace(const struct call *call, const struct row *rows) {
 static void run_tasks(const struct job *job, int64_t units, float *memory, int64_t scratch_floats, int64_t threads) {
     const struct call *const call = job->call;
     const int64_t tasks_per_unit = ceil_div(call->num_kv_heads, job->heads);
+    const int64_t query_rows = call->num_q_heads * call->q_len;
 #pragma omp parallel num_threads((int)threads)
     {
 #ifdef _OPENMP
@@ -264,6 +247,8 @@ static void run_tasks(const struct job *job, int64_t units, float *memory, int64
         int64_t floats;
         struct scratch scratch = lay_out(job, memory + thread * scratch_floats, &floats);
         memset(scratch.zeros, 0, (size_t)max64(call->head_dim, call->v_head_dim) * sizeof(float));
+#pragma omp for
+        for (int64_t r = 0; r < call->batch * query_rows; r++) load_query(job, r / query_rows, r % query_rows);
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < units * tasks_per_unit; task++) {
             const int64_t unit = task / tasks_per_unit, head = task % tasks_per_unit * job->heads;
@@ -296,11 +281,11 @@ int splitkv_cpu_decode(const struct call *call) {
     init_reader(&job.k_reader, k_dtype);
     init_reader(&job.v_reader, v_dtype);
     job.product = product_of((enum dtype)call->q.dtype, k_dtype, call->head_dim);
+    job.turned = turns(job.product, k_dtype, call->head_dim);
     job.q_width = (int)call->head_dim / (job.product == IN_PAIRS ? 2 : 1);
     job.group_rows = call->num_q_heads / call->num_kv_heads * call->q_len;
     job.k_bytes = call->head_dim * item_bytes[k_dtype];
     job.v_bytes = call->v_head_dim * item_bytes[v_dtype];
-    job.touches = job.group_rows <= item_bytes[k_dtype];
 
     const int64_t units = cut_rows(call, rows);
     job.heads = heads_per_task(call, units);
@@ -308,8 +293,11 @@ int splitkv_cpu_decode(const struct call *call) {
 
     int64_t scratch_floats;
     lay_out(&job, NULL, &scratch_floats);
+    const int64_t q_floats = call->batch * call->num_q_heads * call->q_len * job.q_width;
+    const int64_t floats = threads * scratch_floats + ceil_div(q_floats, ALIGN_FLOATS) * ALIGN_FLOATS;
     const bool fits = call->max_run <= MAX_RUN && fits_workspace(call, rows);
-    float *const memory = fits ? aligned_alloc(LINE_BYTES, (size_t)(threads * scratch_floats) * sizeof(float)) : NULL;
+    float *const memory = fits ? aligned_alloc(LINE_BYTES, (size_t)floats * sizeof(float)) : NULL;
+    job.q = memory ? memory + threads * scratch_floats : NULL;
     if (memory) run_tasks(&job, units, memory, scratch_floats, threads);
     free(memory);
     free(rows);

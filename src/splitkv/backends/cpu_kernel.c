@@ -17,6 +17,7 @@
 
 #define TASKS_PER_THREAD 4          /* with fewer units per thread, the KV heads of a unit become several tasks */
 #define TASK_TILE_BYTES (256 << 10) /* most K and V bytes of a tile of one task: two tiles stay in 1 MiB of L2 */
+#define WIDE_BYTES 1024 /* K and V bytes of a key of one head above which a tile has half the keys */
 #define ALIGN_FLOATS 16             /* parts of scratch start on their own line */
 
 enum status { OK = 0, NO_MEMORY = 1, PLAN_TOO_SMALL = 2 };
@@ -27,12 +28,19 @@ struct job {
     const struct row *rows;
     struct reader k_reader, v_reader;
     enum product product;
+    int64_t tile_keys;        /* part of what fixes the bytes of an answer */
     bool turned;              /* keys are scored in lanes */
     int q_width;              /* floats that a query row fills (enum product) */
     float *q;                 /* [batch, query rows, q_width]: see load_queries */
     int64_t k_bytes, v_bytes; /* of a key's row of one KV head */
     int64_t group_rows;       /* query rows per KV head */
     int64_t heads;            /* KV heads per task, at most */
+};
+
+/* KV heads [first_head, first_head + heads) of one unit of a row. */
+struct task {
+    const struct row *row;
+    int64_t unit, first_head, heads;
 };
 
 /* What a thread works in, for job.heads KV heads. */
@@ -83,14 +91,16 @@ static void load_query(const struct job *job, int64_t b, int64_t r) {
     const enum dtype dtype = (enum dtype)call->q.dtype, k_dtype = (enum dtype)call->k.dtype;
     const char *const from = at3(&call->q, b, r % call->q_len, r / call->q_len);
     const int64_t stride = call->q.stride[3];
+    const bool dense = stride == item_bytes[dtype];
     float *const q = job->q + (b * call->num_q_heads * call->q_len + r) * job->q_width;
-    for (int s = 0; s < job->q_width; s++) {
-        if (job->product == IN_F32) {
-            q[s] = load_number(from + s * stride, dtype);
-            continue;
-        }
-        for (int i = 0; i < 2; i++)
-            memcpy((char *)(q + s) + 2 * i, from + pair_element(k_dtype, job->turned, s, i) * stride, 2);
+    if (job->product == IN_PAIRS) {
+        for (int s = 0; s < job->q_width; s++)
+            for (int i = 0; i < 2; i++)
+                memcpy((char *)(q + s) + 2 * i, from + pair_element(k_dtype, job->turned, s, i) * stride, 2);
+    } else if (dense) {
+        for (int s = 0; s < job->q_width; s += LANES) vstore(q + s, load_vector(from + s * stride, dtype));
+    } else {
+        for (int s = 0; s < job->q_width; s++) q[s] = load_number(from + s * stride, dtype);
     }
 }
 
@@ -117,13 +127,36 @@ static void add_visible_values(const struct job *job, const char *const *v, int6
             seen_weights[n] = weights[j];
             seen[n++] = v[j];
         }
-        values_of[job->call->v.dtype](&job->v_reader, 1, seen, offset, n, seen_weights, factor + r, acc, dim);
+        values_of[job->call->v.dtype](&job->v_reader, 1, seen, offset, n, seen_weights, factor + r, NULL, acc,
+                                      dim);
     }
+}
+
+/* What is read next: a tile's K, or V, of the task's heads. */
+static void look_ahead(struct ahead *ahead, const char *const *keys, int count, const struct task *task,
+                       const struct view *view, int64_t row_bytes) {
+    const bool adjacent = view->stride[2] == row_bytes; /* then one run of memory per key */
+    ahead->next = ahead->count = 0;
+    for (int64_t h = 0; h < (adjacent ? 1 : task->heads); h++)
+        for (int j = 0; j < count; j++)
+            if (keys[j])
+                add_run(ahead, keys[j] + (task->first_head + h) * view->stride[2],
+                        adjacent ? task->heads * row_bytes : row_bytes);
+    next_run(ahead);
+}
+
+/* Finds the tile of `task` that begins `done` keys after its first, of at most `left` keys, and looks ahead to it. */
+static void next_tile(const struct job *job, const struct task *task, int64_t at, int64_t left, struct tile *tile,
+                      struct ahead *ahead) {
+    const struct call *const call = job->call;
+    locate_tile(call, task->row->index, at, min64(job->tile_keys, left), tile);
+    look_ahead(ahead, tile->k, tile->count, task, &call->k, job->k_bytes);
+    look_ahead(ahead + 1, tile->v, tile->count, task, &call->v, job->v_bytes);
 }
 
 /* Takes one tile into `part` (the query rows of one KV head). */
 static void attend_tile(const struct job *job, const struct row *row, const struct scratch *scratch, const float *q,
-                        const struct tile *tile, int64_t head, struct part part) {
+                        const struct tile *tile, int64_t head, struct ahead *ahead, struct part part) {
     const struct call *const call = job->call;
     const int rows = (int)job->group_rows, dim = (int)call->v_head_dim;
     const char *present[TILE_KEYS];
@@ -131,7 +164,7 @@ static void attend_tile(const struct job *job, const struct row *row, const stru
     int64_t offset = head * call->k.stride[2];
     const char *const *keys = resolve(tile, tile->k, &offset, scratch->zeros, present);
     scores_of[job->turned][job->product][call->k.dtype](&job->k_reader, rows, q, job->q_width, keys, offset, tile->count,
-                                           scratch->scores);
+                                           ahead, scratch->scores);
 
     const double scale = call->softmax_scale * load_number(at3(&call->k_scale, head, 0, 0), F32);
     const bool biased = needs_bias(call, row, tile);
@@ -152,35 +185,49 @@ static void attend_tile(const struct job *job, const struct row *row, const stru
         add_visible_values(job, keys, offset, tile->count, scratch->scores, scratch->factor, part.acc);
     else
         values_of[call->v.dtype](&job->v_reader, rows, keys, offset, tile->count, scratch->scores, scratch->factor,
-                                 part.acc, dim);
+                                 ahead + 1, part.acc, dim);
 }
 
-/* KV heads [first_head, first_head + heads) of one unit of a row: to the output, or to the workspace. */
-static void attend_unit(const struct job *job, const struct row *row, int64_t unit, int64_t first_head, int64_t heads,
+/* The keys of a task: [begin, end), the first split ends at split_end. */
+static int64_t task_begin(const struct task *task) {
+    return task->row->begin + (task->unit - task->row->first_unit) * task->row->split_len * task->row->run;
+}
+
+/* One task: to the output, or to the workspace. Meanwhile the first tile of `following` is asked for. */
+static void attend_unit(const struct job *job, const struct task *task, const struct task *following,
                         struct scratch *scratch) {
     const struct call *const call = job->call;
+    const struct row *const row = task->row;
+    const int64_t heads = task->heads, first_head = task->first_head;
     const int64_t group = job->group_rows, rows = heads * group, first_row = first_head * group;
-    const int64_t dim = call->v_head_dim, unit_len = row->split_len * row->run;
-    const int64_t begin = row->begin + (unit - row->first_unit) * unit_len, end = min64(begin + unit_len, row->end);
+    const int64_t dim = call->v_head_dim, begin = task_begin(task);
+    const int64_t end = min64(begin + row->split_len * row->run, row->end);
+    const float *const q = job->q + (row->index * call->num_q_heads * call->q_len + first_row) * job->q_width;
     struct walk walk = {.open = {scratch->parts[1], scratch->parts[2]}, .levels = UNIT_LEVELS};
     struct part leaf = scratch->parts[0];
     struct tile tiles[2];
+    struct ahead ahead[2];
     int current = 0;
 
-    const float *const q = job->q + (row->index * call->num_q_heads * call->q_len + first_row) * job->q_width;
     int64_t at = begin, split_end = min64(begin + row->split_len, end);
-    locate_tile(call, row->index, at, min64(TILE_KEYS, split_end - at), &tiles[current]);
+    locate_tile(call, row->index, at, min64(job->tile_keys, split_end - at), &tiles[current]);
     do { /* once even for a row without keys, whose output is due all the same */
         clear_part(leaf, rows, dim);
         while (at < split_end) {
             const struct tile *const tile = &tiles[current];
             struct tile *const next = &tiles[current ^= 1];
             at += tile->count;
-            const int64_t next_end = at < split_end ? split_end : min64(split_end + row->split_len, end);
-            locate_tile(call, row->index, at, min64(TILE_KEYS, next_end - at), next);
+            if (at < end) {
+                const int64_t next_end = at < split_end ? split_end : min64(split_end + row->split_len, end);
+                next_tile(job, task, at, next_end - at, next, ahead);
+            } else {
+                const int64_t first = following ? task_begin(following) : 0;
+                const int64_t left = following ? min64(following->row->split_len, following->row->end - first) : 0;
+                next_tile(job, following ? following : task, first, left, next, ahead);
+            }
             for (int64_t h = 0; h < heads; h++) {
                 const struct part part = {leaf.acc + h * group * dim, leaf.stats + 2 * h * group};
-                attend_tile(job, row, scratch, q + h * group * job->q_width, tile, first_head + h, part);
+                attend_tile(job, row, scratch, q + h * group * job->q_width, tile, first_head + h, ahead, part);
             }
         }
         leaf = walk_on(&walk, 0, leaf, rows, dim);
@@ -189,7 +236,7 @@ static void attend_unit(const struct job *job, const struct row *row, int64_t un
 
     const struct part whole = walk_up(&walk, rows, dim);
     if (row->units == 1) finish_rows(job, row->index, first_row, rows, whole);
-    else copy_part(workspace_part(call, unit, first_row), whole, rows, dim);
+    else copy_part(workspace_part(call, task->unit, first_row), whole, rows, dim);
 }
 
 /* Joins the units of a row for one KV head, in place in the workspace. */
@@ -233,10 +280,36 @@ static bool fits_workspace(const struct call *call, const struct row *rows) {
     return true;
 }
 
-static void run_tasks(const struct job *job, int64_t units, float *memory, int64_t scratch_floats, int64_t threads) {
+/* The next task that nobody has taken; false if there is none. */
+static bool take_task(const struct job *job, int64_t units, int64_t *taken, struct task *task) {
     const struct call *const call = job->call;
     const int64_t tasks_per_unit = ceil_div(call->num_kv_heads, job->heads);
+    int64_t number;
+#pragma omp atomic capture
+    number = (*taken)++;
+    if (number >= units * tasks_per_unit) return false;
+    task->unit = number / tasks_per_unit;
+    task->first_head = number % tasks_per_unit * job->heads;
+    task->heads = min64(job->heads, call->num_kv_heads - task->first_head);
+    task->row = &job->rows[row_of_unit(job->rows, call->batch, task->unit)];
+    return true;
+}
+
+/* A thread's share of the tasks. Each is taken while the one before it is still to be done, so that its first keys
+ * can be asked for. */
+static void do_tasks(const struct job *job, int64_t units, int64_t *taken, struct scratch *scratch) {
+    struct task tasks[2];
+    bool more = take_task(job, units, taken, &tasks[0]);
+    for (int i = 0; more; i ^= 1) {
+        more = take_task(job, units, taken, &tasks[i ^ 1]);
+        attend_unit(job, &tasks[i], more ? &tasks[i ^ 1] : NULL, scratch);
+    }
+}
+
+static void run_tasks(const struct job *job, int64_t units, float *memory, int64_t scratch_floats, int64_t threads) {
+    const struct call *const call = job->call;
     const int64_t query_rows = call->num_q_heads * call->q_len;
+    int64_t taken = 0;
 #pragma omp parallel num_threads((int)threads)
     {
 #ifdef _OPENMP
@@ -249,12 +322,8 @@ static void run_tasks(const struct job *job, int64_t units, float *memory, int64
         memset(scratch.zeros, 0, (size_t)max64(call->head_dim, call->v_head_dim) * sizeof(float));
 #pragma omp for
         for (int64_t r = 0; r < call->batch * query_rows; r++) load_query(job, r / query_rows, r % query_rows);
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < units * tasks_per_unit; task++) {
-            const int64_t unit = task / tasks_per_unit, head = task % tasks_per_unit * job->heads;
-            const struct row *const row = &job->rows[row_of_unit(job->rows, call->batch, unit)];
-            attend_unit(job, row, unit, head, min64(job->heads, call->num_kv_heads - head), &scratch);
-        }
+        do_tasks(job, units, &taken, &scratch);
+#pragma omp barrier
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < call->batch * call->num_kv_heads; task++) {
             const struct row *const row = &job->rows[task / call->num_kv_heads];
@@ -269,7 +338,7 @@ static int64_t heads_per_task(const struct call *call, int64_t units) {
     const int64_t tasks_per_unit = ceil_div(TASKS_PER_THREAD * call->num_threads, max64(units, 1));
     const int64_t head_bytes =
         call->head_dim * item_bytes[call->k.dtype] + call->v_head_dim * item_bytes[call->v.dtype];
-    const int64_t most = max64(TASK_TILE_BYTES / (TILE_KEYS * head_bytes), 1);
+    const int64_t most = max64(TASK_TILE_BYTES / (TILE_KEYS / 2 * head_bytes), 1);
     return min64(ceil_div(call->num_kv_heads, tasks_per_unit), most);
 }
 
@@ -281,11 +350,12 @@ int splitkv_cpu_decode(const struct call *call) {
     init_reader(&job.k_reader, k_dtype);
     init_reader(&job.v_reader, v_dtype);
     job.product = product_of((enum dtype)call->q.dtype, k_dtype, call->head_dim);
+    job.k_bytes = call->head_dim * item_bytes[k_dtype];
+    job.v_bytes = call->v_head_dim * item_bytes[v_dtype];
+    job.tile_keys = job.k_bytes + job.v_bytes > WIDE_BYTES ? TILE_KEYS / 2 : TILE_KEYS;
     job.turned = turns(job.product, k_dtype, call->head_dim);
     job.q_width = (int)call->head_dim / (job.product == IN_PAIRS ? 2 : 1);
     job.group_rows = call->num_q_heads / call->num_kv_heads * call->q_len;
-    job.k_bytes = call->head_dim * item_bytes[k_dtype];
-    job.v_bytes = call->v_head_dim * item_bytes[v_dtype];
 
     const int64_t units = cut_rows(call, rows);
     job.heads = heads_per_task(call, units);

@@ -114,7 +114,7 @@ INLINE void store_number(char *p, enum dtype dtype, float x) {
  * two high bytes of the 128 magnitudes' f32 (the two low ones are 0: both kinds of fp8 are exact in bf16). */
 struct reader {
     enum dtype dtype;
-    float table[256];
+    float table[256] __attribute__((aligned(LINE_BYTES)));
 #if FP8_BY_BYTES
     uint8_t byte3[128], byte2[128];
     /* where vector i of f32, or of turned pairs, takes its bytes from: byte2 (0..63) or byte3 (64..127) */
@@ -141,17 +141,59 @@ static void init_reader(struct reader *reader, enum dtype dtype) {
 #endif
 }
 
-/* Asks for the lines of `bytes` bytes from p on. A processor may drop such a request when it is busy, so requests
- * are spread over the arithmetic and never come in bursts. */
-INLINE void ask_for(const char *p, const int bytes) {
-    UNROLL
-    for (int at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(p + at);
+/* ---- reading ahead ------------------------------------------------------------------------------------------- */
+
+/* Memory that will be read next, in the order of its addresses: runs of bytes, asked for a little at a time while the
+ * arithmetic goes on. A burst would stall it, and the processor's own read-ahead follows ascending addresses only. */
+#define MOST_RUNS 128
+struct run {
+    const char *at, *end;
+};
+struct ahead {
+    struct run now, runs[MOST_RUNS];
+    int next, count;
+};
+
+static void next_run(struct ahead *ahead) {
+    ahead->now = ahead->next < ahead->count ? ahead->runs[ahead->next++] : (struct run){NULL, NULL};
 }
 
-/* Reads a line each of `bytes` bytes from p on, in order. */
-INLINE void touch(const char *p, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += LINE_BYTES) (void)*(const volatile char *)(p + at);
+/* Adds `bytes` bytes from `at` on; what is too many is left out, as asking is never a must. */
+static void add_run(struct ahead *ahead, const char *at, int64_t bytes) {
+    struct run *const last = ahead->runs + ahead->count - 1;
+    if (ahead->count && last->end == at) last->end += bytes;
+    else if (ahead->count < MOST_RUNS) ahead->runs[ahead->count++] = (struct run){at, at + bytes};
 }
+
+/* Part of that memory: what a loop asks for, step by step. */
+struct share {
+    const char *at;
+    bool moves; /* or it is one line, again and again */
+};
+
+/* The next `bytes` bytes. They are asked for at once where they are not one run. */
+static struct share next_share(struct ahead *ahead, int64_t bytes) {
+    if (!ahead) return (struct share){(const char *)&item_bytes, false};
+    if (ahead->now.end - ahead->now.at >= bytes) {
+        const struct share share = {ahead->now.at, true};
+        ahead->now.at += bytes;
+        return share;
+    }
+    for (int64_t asked = 0; asked < bytes && ahead->now.at < ahead->now.end; asked += LINE_BYTES) {
+        __builtin_prefetch(ahead->now.at);
+        ahead->now.at += LINE_BYTES;
+        if (ahead->now.at >= ahead->now.end) next_run(ahead);
+    }
+    return next_share(NULL, bytes);
+}
+
+INLINE void ask(struct share *share, const int bytes) {
+    UNROLL
+    for (int i = 0; i < bytes; i += LINE_BYTES) __builtin_prefetch(share->at + i);
+    if (share->moves) share->at += bytes;
+}
+
+/* ---- vectors ------------------------------------------------------------------------------------------------- */
 
 INLINE vec vload_f16(const char *at) {
 #if LANES == 16
@@ -176,6 +218,12 @@ INLINE vec vload_bf16(const char *at) {
     memcpy(&code, at, sizeof code);
     return (vec)(__builtin_convertvector(code, ivec) << 16);
 #endif
+}
+
+/* LANES numbers of a query, or of a mask. */
+INLINE vec load_vector(const char *at, enum dtype dtype) {
+    if (dtype == F32) return vload((const float *)at);
+    return dtype == F16 ? vload_f16(at) : vload_bf16(at);
 }
 
 /* A few vectors of stored numbers, part way to f32: what they share is done once (for fp8), the rest when each is

@@ -71,10 +71,11 @@ INLINE vec multiply_add(const enum product product, vec a, vec b, vec c) {
 /* Adds to sum[r * keys + j] the products of `vecs` vectors of q_r and k_j, from float `at` of the query rows on. */
 INLINE void score_step(const enum product product, const enum dtype dtype, const struct reader *reader,
                        const int rows, const int keys, const int vecs, const float *q, int width,
-                       const char *const *k, int64_t offset, int at, vec *sum) {
+                       const char *const *k, int64_t offset, int at, struct share *share, vec *sum) {
     const int per_float = product == IN_PAIRS ? 2 : 1;
     const int first = at * per_float, count = vecs * LANES * per_float;
     struct packed packed[4];
+    ask(share, keys * count * item_bytes[dtype]);
     UNROLL
     for (int j = 0; j < keys; j++) packed[j] = pack(dtype, reader, k[j] + offset, first, count);
     UNROLL
@@ -96,18 +97,19 @@ INLINE void score_step(const enum product product, const enum dtype dtype, const
  * lane, and is the same however many rows and keys are taken at once. */
 INLINE void score_keys(const enum product product, const enum dtype dtype, const struct reader *reader,
                        const int rows, const float *q, int width, const char *const *k, int64_t offset,
-                       float *scores) {
+                       struct ahead *ahead, float *scores) {
     const int group = FP8_BY_BYTES && dtype == E4M3 ? (product == IN_PAIRS ? 2 : 4) : 1; /* decoded together */
     const int keys = sums_beside(rows), sums = rows * keys;
+    struct share share = next_share(ahead, (int64_t)keys * width * (product == IN_PAIRS ? 2 : 1) * item_bytes[dtype]);
     vec sum[BLOCK_SUMS];
     UNROLL
     for (int s = 0; s < sums; s++) sum[s] = vset1(0.0f);
     int at = 0;
     for (; at + group * LANES <= width; at += group * LANES)
-        score_step(product, dtype, reader, rows, keys, group, q, width, k, offset, at, sum);
+        score_step(product, dtype, reader, rows, keys, group, q, width, k, offset, at, &share, sum);
     if (group > 1)
         for (; at < width; at += LANES)
-            score_step(product, dtype, reader, rows, keys, 1, q, width, k, offset, at, sum);
+            score_step(product, dtype, reader, rows, keys, 1, q, width, k, offset, at, &share, sum);
     UNROLL
     for (int s = 0; s < sums; s += 4) {
         float out[4];
@@ -122,9 +124,9 @@ INLINE void score_keys(const enum product product, const enum dtype dtype, const
 /* All keys of a tile for one block of query rows. k may be read up to a multiple of four. */
 INLINE void score_block(const enum product product, const enum dtype dtype, const struct reader *reader,
                         const int rows, const float *q, int width, const char *const *k, int64_t offset, int count,
-                        float *scores) {
+                        struct ahead *ahead, float *scores) {
     for (int j = 0; j < count; j += sums_beside(rows))
-        score_keys(product, dtype, reader, rows, q, width, k + j, offset, scores + j);
+        score_keys(product, dtype, reader, rows, q, width, k + j, offset, ahead, scores + j);
 }
 
 /* ---- a key per lane ------------------------------------------------------------------------------------------ */
@@ -167,8 +169,10 @@ INLINE __m512i key_lanes(const enum product product, const enum dtype dtype, con
 /* scores[r][j] = q_r . k_j for `rows` query rows and TURNED_KEYS keys, each sum in the order of the query row. */
 INLINE void score_turned(const enum product product, const enum dtype dtype, const struct reader *reader,
                          const int rows, const float *q, int width, const char *const *k, int64_t offset,
-                         float *scores) {
+                         struct ahead *ahead, float *scores) {
     const int decoded = product == IN_PAIRS && dtype == E4M3 ? 2 : 1; /* vectors of products from one of lanes */
+    const int step_bytes = 2 * (product == IN_PAIRS ? 64 : LANES * item_bytes[dtype]);
+    struct share share = next_share(ahead, (int64_t)width / decoded * step_bytes);
     vec sum[2][MOST_ROWS];
     __m512i lanes[2][LANES];
     UNROLL
@@ -184,6 +188,7 @@ INLINE void score_turned(const enum product product, const enum dtype dtype, con
         const float *query = q + at;
         for (int c = 0; c < LANES; c++, query += decoded) {
             vec key[2][2];
+            ask(&share, step_bytes);
             UNROLL
             for (int side = 0; side < 2; side++) {
                 if (decoded == 1) key[side][0] = in_register((vec)lanes[side][c]);
@@ -211,27 +216,27 @@ INLINE void score_turned(const enum product product, const enum dtype dtype, con
 /* As score_block; k may be read up to a multiple of TURNED_KEYS. */
 INLINE void turned_block(const enum product product, const enum dtype dtype, const struct reader *reader,
                          const int rows, const float *q, int width, const char *const *k, int64_t offset, int count,
-                         float *scores) {
+                         struct ahead *ahead, float *scores) {
     for (int j = 0; j < count; j += TURNED_KEYS)
-        score_turned(product, dtype, reader, rows, q, width, k + j, offset, scores + j);
+        score_turned(product, dtype, reader, rows, q, width, k + j, offset, ahead, scores + j);
 }
 #endif
 
 /* ---- one compiled copy per dtype, with one per number of rows ------------------------------------------------ */
 
 typedef void scores_function(const struct reader *, int rows, const float *q, int width, const char *const *k,
-                             int64_t offset, int count, float *scores);
+                             int64_t offset, int count, struct ahead *, float *scores);
 
 #define SCORES(name, block, product, dtype)                                                                    \
     static void name(const struct reader *reader, int rows, const float *q, int width, const char *const *k, \
-                     int64_t offset, int count, float *scores) {                                             \
-        for (int n; rows > 0; rows -= n, q += (int64_t)n * width, scores += n * TILE_KEYS) {                 \
+                     int64_t offset, int count, struct ahead *ahead, float *scores) {                        \
+        for (int n; rows > 0; rows -= n, q += (int64_t)n * width, scores += n * TILE_KEYS, ahead = NULL) {   \
             n = rows_at_once(rows);                                                                          \
             FOR_ROWS(n, block##_##product##_##dtype)                                                         \
         }                                                                                                    \
     }
 #define SCORE_CASE(block, n, product, dtype) \
-    case n: block(product, dtype, reader, n, q, width, k, offset, count, scores); break;
+    case n: block(product, dtype, reader, n, q, width, k, offset, count, ahead, scores); break;
 #define ALONG_IN_F32_F32(n) SCORE_CASE(score_block, n, IN_F32, F32)
 #define ALONG_IN_F32_F16(n) SCORE_CASE(score_block, n, IN_F32, F16)
 #define ALONG_IN_F32_BF16(n) SCORE_CASE(score_block, n, IN_F32, BF16)

@@ -81,8 +81,9 @@ static void softmax_step(int rows, double scale, float softcap, const float *bia
 /* Adds to sum[r * vecs + c] the weighted columns of `keys` neighbouring keys, in order. */
 INLINE void value_step(const enum dtype dtype, const struct reader *reader, const int rows, const int vecs,
                        const int keys, const char *const *v, int64_t offset, int column, const float *weights,
-                       vec *sum) {
+                       struct share *share, vec *sum) {
     vec value[4];
+    ask(share, keys * vecs * LANES * item_bytes[dtype]);
     columns(dtype, reader, keys, vecs, v, offset, column, value);
     UNROLL
     for (int j = 0; j < keys; j++)
@@ -99,8 +100,9 @@ INLINE void value_step(const enum dtype dtype, const struct reader *reader, cons
  * of columns. The keys are added in order, so the blocking does not show in the bytes. */
 INLINE void value_block(const enum dtype dtype, const struct reader *reader, const int rows, const int vecs,
                         const char *const *v, int64_t offset, int count, const float *weights, const float *factor,
-                        float *acc, int dim, int column) {
+                        struct ahead *ahead, float *acc, int dim, int column) {
     const int keys = FP8_BY_BYTES && dtype == E4M3 && vecs == 2 ? 2 : 1; /* decoded together */
+    struct share share = next_share(ahead, (int64_t)count * vecs * LANES * item_bytes[dtype]);
     vec sum[BLOCK_SUMS];
     UNROLL
     for (int r = 0; r < rows; r++)
@@ -109,8 +111,8 @@ INLINE void value_block(const enum dtype dtype, const struct reader *reader, con
             sum[r * vecs + c] = vload(acc + (int64_t)r * dim + column + c * LANES) * vset1(factor[r]);
     int j = 0;
     for (; j + keys <= count; j += keys)
-        value_step(dtype, reader, rows, vecs, keys, v + j, offset, column, weights + j, sum);
-    if (j < count) value_step(dtype, reader, rows, vecs, 1, v + j, offset, column, weights + j, sum);
+        value_step(dtype, reader, rows, vecs, keys, v + j, offset, column, weights + j, &share, sum);
+    if (j < count) value_step(dtype, reader, rows, vecs, 1, v + j, offset, column, weights + j, &share, sum);
     UNROLL
     for (int r = 0; r < rows; r++)
         UNROLL
@@ -119,31 +121,32 @@ INLINE void value_block(const enum dtype dtype, const struct reader *reader, con
 
 /* All columns for one block of query rows. */
 INLINE void value_columns(const enum dtype dtype, const struct reader *reader, const int rows, const char *const *v,
-                          int64_t offset, int count, const float *weights, const float *factor, float *acc, int dim) {
+                          int64_t offset, int count, const float *weights, const float *factor, struct ahead *ahead,
+                          float *acc, int dim) {
     int column = 0;
     if (sums_beside(rows) == 4)
         for (; column + 4 * LANES <= dim; column += 4 * LANES)
-            value_block(dtype, reader, rows, 4, v, offset, count, weights, factor, acc, dim, column);
+            value_block(dtype, reader, rows, 4, v, offset, count, weights, factor, ahead, acc, dim, column);
     for (; column + 2 * LANES <= dim; column += 2 * LANES)
-        value_block(dtype, reader, rows, 2, v, offset, count, weights, factor, acc, dim, column);
-    if (column < dim) value_block(dtype, reader, rows, 1, v, offset, count, weights, factor, acc, dim, column);
+        value_block(dtype, reader, rows, 2, v, offset, count, weights, factor, ahead, acc, dim, column);
+    if (column < dim) value_block(dtype, reader, rows, 1, v, offset, count, weights, factor, ahead, acc, dim, column);
 }
 
 /* ---- one compiled copy per dtype, with one per number of rows ------------------------------------------------ */
 
 typedef void values_function(const struct reader *, int rows, const char *const *v, int64_t offset, int count,
-                             const float *weights, const float *factor, float *acc, int dim);
+                             const float *weights, const float *factor, struct ahead *, float *acc, int dim);
 
 #define VALUES(name, dtype)                                                                                     \
     static void name(const struct reader *reader, int rows, const char *const *v, int64_t offset, int count,    \
-                     const float *weights, const float *factor, float *acc, int dim) {                          \
-        for (int n; rows > 0; rows -= n, weights += n * TILE_KEYS, factor += n, acc += (int64_t)n * dim) {      \
+                     const float *weights, const float *factor, struct ahead *ahead, float *acc, int dim) {     \
+        for (int n; rows > 0; rows -= n, weights += n * TILE_KEYS, factor += n, acc += (int64_t)n * dim, ahead = NULL) { \
             n = rows_at_once(rows);                                                                             \
             FOR_ROWS(n, VALUE_CASE_##dtype)                                                                     \
         }                                                                                                       \
     }
 #define VALUE_CASE(n, dtype) \
-    case n: value_columns(dtype, reader, n, v, offset, count, weights, factor, acc, dim); break;
+    case n: value_columns(dtype, reader, n, v, offset, count, weights, factor, ahead, acc, dim); break;
 #define VALUE_CASE_F32(n) VALUE_CASE(n, F32)
 #define VALUE_CASE_F16(n) VALUE_CASE(n, F16)
 #define VALUE_CASE_BF16(n) VALUE_CASE(n, BF16)

@@ -16,8 +16,10 @@
 #include "cpu_tree.h"
 
 #define TASKS_PER_THREAD 4          /* with fewer units per thread, the KV heads of a unit become several tasks */
-#define TASK_TILE_BYTES (256 << 10) /* most K and V bytes of a tile of one task: two tiles stay in 1 MiB of L2 */
-#define WIDE_BYTES 1024 /* K and V bytes of a key of one head above which a tile has half the keys */
+#define MOST_HEADS 64               /* KV heads of a task */
+#ifndef BLOCK_BYTES
+#define BLOCK_BYTES (128 << 10) /* of K or V at a time */
+#endif
 #define ALIGN_FLOATS 16             /* parts of scratch start on their own line */
 
 enum status { OK = 0, NO_MEMORY = 1, PLAN_TOO_SMALL = 2 };
@@ -28,7 +30,7 @@ struct job {
     const struct row *rows;
     struct reader k_reader, v_reader;
     enum product product;
-    int64_t tile_keys;        /* part of what fixes the bytes of an answer */
+    int64_t k_block, v_block; /* keys whose K, or V, is read in one go, in the order of memory */
     bool turned;              /* keys are scored in lanes */
     int q_width;              /* floats that a query row fills (enum product) */
     float *q;                 /* [batch, query rows, q_width]: see load_queries */
@@ -45,8 +47,8 @@ struct task {
 
 /* What a thread works in, for job.heads KV heads. */
 struct scratch {
-    float *scores; /* [group_rows, TILE_KEYS] */
-    float *factor; /* [group_rows] */
+    float *scores; /* [query rows, TILE_KEYS] */
+    float *factor; /* [query rows] */
     float *bias;   /* [group_rows, TILE_KEYS] */
     float *zeros;  /* stands in for the rows of absent keys */
     struct part parts[UNIT_LEVELS + 1];
@@ -104,11 +106,11 @@ static void load_query(const struct job *job, int64_t b, int64_t r) {
     }
 }
 
-/* The tile's keys as they are, or with `zeros` for those that are absent (in `rows`). */
-static const char *const *resolve(const struct tile *tile, const char *const *keys, int64_t *offset,
+/* The keys of a block as they are, or with `zeros` for those that are absent (in `rows`). */
+static const char *const *resolve(const struct tile *tile, const char *const *keys, int count, int64_t *offset,
                                   const void *zeros, const char **rows) {
     if (!tile->absent) return keys;
-    for (int j = 0; j < TILE_KEYS; j++) rows[j] = keys[j] ? keys[j] + *offset : zeros;
+    for (int j = 0; j < TILE_KEYS; j++) rows[j] = j < count && keys[j] ? keys[j] + *offset : zeros;
     *offset = 0;
     return rows;
 }
@@ -132,40 +134,63 @@ static void add_visible_values(const struct job *job, const char *const *v, int6
     }
 }
 
-/* What is read next: a tile's K, or V, of the task's heads. */
-static void look_ahead(struct ahead *ahead, const char *const *keys, int count, const struct task *task,
-                       const struct view *view, int64_t row_bytes) {
-    const bool adjacent = view->stride[2] == row_bytes; /* then one run of memory per key */
+/* Some neighbouring keys' K, or V: what is read in one go for all heads of a task. */
+struct block {
+    const char *const *keys;
+    const struct view *view;
+    int64_t row_bytes; /* of one head */
+    int count;
+};
+
+static struct block block_of(const struct job *job, const struct tile *tile, bool of_v, int first) {
+    const struct call *const call = job->call;
+    const int64_t most = of_v ? job->v_block : job->k_block;
+    return (struct block){
+        .keys = (of_v ? tile->v : tile->k) + first,
+        .view = of_v ? &call->v : &call->k,
+        .row_bytes = of_v ? job->v_bytes : job->k_bytes,
+        .count = (int)min64(most, tile->count - first),
+    };
+}
+
+/* What will be read next, in the order of memory. */
+static void look_ahead(struct ahead *ahead, const struct task *task, struct block block) {
+    const int64_t stride = block.view->stride[2];
+    const bool adjacent = stride == block.row_bytes; /* then one run of memory per key */
     ahead->next = ahead->count = 0;
     for (int64_t h = 0; h < (adjacent ? 1 : task->heads); h++)
-        for (int j = 0; j < count; j++)
-            if (keys[j])
-                add_run(ahead, keys[j] + (task->first_head + h) * view->stride[2],
-                        adjacent ? task->heads * row_bytes : row_bytes);
+        for (int j = 0; j < block.count; j++)
+            if (block.keys[j])
+                add_run(ahead, block.keys[j] + (task->first_head + h) * stride,
+                        adjacent ? task->heads * block.row_bytes : block.row_bytes);
     next_run(ahead);
 }
 
-/* Finds the tile of `task` that begins `done` keys after its first, of at most `left` keys, and looks ahead to it. */
-static void next_tile(const struct job *job, const struct task *task, int64_t at, int64_t left, struct tile *tile,
-                      struct ahead *ahead) {
-    const struct call *const call = job->call;
-    locate_tile(call, task->row->index, at, min64(job->tile_keys, left), tile);
-    look_ahead(ahead, tile->k, tile->count, task, &call->k, job->k_bytes);
-    look_ahead(ahead + 1, tile->v, tile->count, task, &call->v, job->v_bytes);
+/* scores[r][j] = q_r . k_j for all query rows of a task. */
+static void score_tile(const struct job *job, const struct task *task, const struct scratch *scratch, const float *q,
+                       const struct tile *tile) {
+    const int rows = (int)job->group_rows;
+    struct ahead ahead;
+    const char *present[TILE_KEYS];
+    for (int j = 0; j < tile->count; j += (int)job->k_block) {
+        const struct block block = block_of(job, tile, false, j);
+        const bool last = j + block.count == tile->count;
+        look_ahead(&ahead, task, last ? block_of(job, tile, true, 0) : block_of(job, tile, false, j + block.count));
+        for (int64_t h = 0; h < task->heads; h++) {
+            int64_t offset = (task->first_head + h) * block.view->stride[2];
+            const char *const *const keys = resolve(tile, block.keys, block.count, &offset, scratch->zeros, present);
+            scores_of[job->turned][job->product][job->call->k.dtype](
+                &job->k_reader, rows, q + h * rows * job->q_width, job->q_width, keys, offset, block.count, &ahead,
+                scratch->scores + h * rows * TILE_KEYS + j);
+        }
+    }
 }
 
-/* Takes one tile into `part` (the query rows of one KV head). */
-static void attend_tile(const struct job *job, const struct row *row, const struct scratch *scratch, const float *q,
-                        const struct tile *tile, int64_t head, struct ahead *ahead, struct part part) {
+/* Scores -> weights, for the query rows of KV head `head`. Returns whether some row may not see some key. */
+static bool weigh_tile(const struct job *job, const struct row *row, const struct scratch *scratch, int64_t head,
+                       const struct tile *tile, float *scores, float *stats, float *factor) {
     const struct call *const call = job->call;
-    const int rows = (int)job->group_rows, dim = (int)call->v_head_dim;
-    const char *present[TILE_KEYS];
-
-    int64_t offset = head * call->k.stride[2];
-    const char *const *keys = resolve(tile, tile->k, &offset, scratch->zeros, present);
-    scores_of[job->turned][job->product][call->k.dtype](&job->k_reader, rows, q, job->q_width, keys, offset, tile->count,
-                                           ahead, scratch->scores);
-
+    const int rows = (int)job->group_rows;
     const double scale = call->softmax_scale * load_number(at3(&call->k_scale, head, 0, 0), F32);
     const bool biased = needs_bias(call, row, tile);
     bool hides = false;
@@ -176,16 +201,45 @@ static void attend_tile(const struct job *job, const struct row *row, const stru
     }
     for (int r = 0; r < rows; r += LANES)
         softmax_step((int)min64(LANES, rows - r), scale, (float)call->softcap,
-                     biased ? scratch->bias + r * TILE_KEYS : NULL, tile->count, scratch->scores + r * TILE_KEYS,
-                     part.stats + 2 * r, scratch->factor + r);
+                     biased ? scratch->bias + r * TILE_KEYS : NULL, tile->count, scores + r * TILE_KEYS,
+                     stats + 2 * r, factor + r);
+    return hides;
+}
 
-    offset = head * call->v.stride[2];
-    keys = resolve(tile, tile->v, &offset, scratch->zeros, present);
-    if (hides)
-        add_visible_values(job, keys, offset, tile->count, scratch->scores, scratch->factor, part.acc);
-    else
-        values_of[call->v.dtype](&job->v_reader, rows, keys, offset, tile->count, scratch->scores, scratch->factor,
-                                 ahead + 1, part.acc, dim);
+/* Takes one tile into `part` (the query rows of the task); `next` is the tile after it. */
+static void attend_tile(const struct job *job, const struct task *task, const struct scratch *scratch, const float *q,
+                        const struct tile *tile, const struct task *following, const struct tile *next,
+                        struct part part) {
+    const struct call *const call = job->call;
+    const int rows = (int)job->group_rows, dim = (int)call->v_head_dim;
+    struct ahead ahead;
+    const char *present[TILE_KEYS];
+    uint64_t done = 0; /* heads */
+
+    score_tile(job, task, scratch, q, tile);
+    for (int64_t h = 0; h < task->heads; h++) {
+        float *const scores = scratch->scores + h * rows * TILE_KEYS, *const factor = scratch->factor + h * rows;
+        const int64_t head = task->first_head + h;
+        if (!weigh_tile(job, task->row, scratch, head, tile, scores, part.stats + 2 * h * rows, factor)) continue;
+        int64_t offset = head * call->v.stride[2];
+        const char *const *const keys = resolve(tile, tile->v, tile->count, &offset, scratch->zeros, present);
+        add_visible_values(job, keys, offset, tile->count, scores, factor, part.acc + h * rows * dim);
+        done |= 1ull << h;
+    }
+    for (int j = 0; j < tile->count; j += (int)job->v_block) {
+        const struct block block = block_of(job, tile, true, j);
+        const bool last = j + block.count == tile->count;
+        look_ahead(&ahead, last ? following : task,
+                   last ? block_of(job, next, false, 0) : block_of(job, tile, true, j + block.count));
+        for (int64_t h = 0; h < task->heads; h++) {
+            if (done >> h & 1) continue;
+            int64_t offset = (task->first_head + h) * block.view->stride[2];
+            const char *const *const keys = resolve(tile, block.keys, block.count, &offset, scratch->zeros, present);
+            values_of[call->v.dtype](&job->v_reader, rows, keys, offset, block.count,
+                                     scratch->scores + h * rows * TILE_KEYS + j,
+                                     j ? NULL : scratch->factor + h * rows, &ahead, part.acc + h * rows * dim, dim);
+        }
+    }
 }
 
 /* The keys of a task: [begin, end), the first split ends at split_end. */
@@ -206,29 +260,29 @@ static void attend_unit(const struct job *job, const struct task *task, const st
     struct walk walk = {.open = {scratch->parts[1], scratch->parts[2]}, .levels = UNIT_LEVELS};
     struct part leaf = scratch->parts[0];
     struct tile tiles[2];
-    struct ahead ahead[2];
     int current = 0;
 
     int64_t at = begin, split_end = min64(begin + row->split_len, end);
-    locate_tile(call, row->index, at, min64(job->tile_keys, split_end - at), &tiles[current]);
+    locate_tile(call, row->index, at, min64(TILE_KEYS, split_end - at), &tiles[current]);
     do { /* once even for a row without keys, whose output is due all the same */
         clear_part(leaf, rows, dim);
         while (at < split_end) {
             const struct tile *const tile = &tiles[current];
             struct tile *const next = &tiles[current ^= 1];
+            const struct task *next_task = task;
             at += tile->count;
             if (at < end) {
                 const int64_t next_end = at < split_end ? split_end : min64(split_end + row->split_len, end);
-                next_tile(job, task, at, next_end - at, next, ahead);
+                locate_tile(call, row->index, at, min64(TILE_KEYS, next_end - at), next);
+            } else if (following) {
+                next_task = following;
+                const int64_t first = task_begin(following), left = following->row->end - first;
+                const int64_t count = min64(TILE_KEYS, min64(following->row->split_len, left));
+                locate_tile(call, following->row->index, first, count, next);
             } else {
-                const int64_t first = following ? task_begin(following) : 0;
-                const int64_t left = following ? min64(following->row->split_len, following->row->end - first) : 0;
-                next_tile(job, following ? following : task, first, left, next, ahead);
+                next->count = 0;
             }
-            for (int64_t h = 0; h < heads; h++) {
-                const struct part part = {leaf.acc + h * group * dim, leaf.stats + 2 * h * group};
-                attend_tile(job, row, scratch, q + h * group * job->q_width, tile, first_head + h, ahead, part);
-            }
+            attend_tile(job, task, scratch, q, tile, next_task, next, leaf);
         }
         leaf = walk_on(&walk, 0, leaf, rows, dim);
         split_end = min64(split_end + row->split_len, end);
@@ -261,8 +315,8 @@ static struct scratch lay_out(const struct job *job, float *memory, int64_t *flo
     const int64_t rows = job->heads * job->group_rows, v_dim = job->call->v_head_dim;
     struct scratch scratch;
     *floats = 0;
-    scratch.scores = carve(memory, floats, job->group_rows * TILE_KEYS);
-    scratch.factor = carve(memory, floats, job->group_rows);
+    scratch.scores = carve(memory, floats, rows * TILE_KEYS);
+    scratch.factor = carve(memory, floats, rows);
     scratch.bias = carve(memory, floats, job->group_rows * TILE_KEYS);
     scratch.zeros = carve(memory, floats, max64(job->call->head_dim, v_dim));
     for (int i = 0; i <= UNIT_LEVELS; i++) {
@@ -333,13 +387,14 @@ static void run_tasks(const struct job *job, int64_t units, float *memory, int64
 }
 
 /* All KV heads of a unit are one task, since they are neighbours in memory, unless there are too few units to go
- * round or a tile of all heads would crowd the cache. */
+ * round. */
 static int64_t heads_per_task(const struct call *call, int64_t units) {
     const int64_t tasks_per_unit = ceil_div(TASKS_PER_THREAD * call->num_threads, max64(units, 1));
-    const int64_t head_bytes =
-        call->head_dim * item_bytes[call->k.dtype] + call->v_head_dim * item_bytes[call->v.dtype];
-    const int64_t most = max64(TASK_TILE_BYTES / (TILE_KEYS / 2 * head_bytes), 1);
-    return min64(ceil_div(call->num_kv_heads, tasks_per_unit), most);
+    return min64(ceil_div(call->num_kv_heads, tasks_per_unit), MOST_HEADS);
+}
+
+static int64_t keys_per_block(int64_t key_bytes, int64_t least) {
+    return min64(max64(BLOCK_BYTES / key_bytes / least * least, least), TILE_KEYS);
 }
 
 int splitkv_cpu_decode(const struct call *call) {
@@ -352,13 +407,14 @@ int splitkv_cpu_decode(const struct call *call) {
     job.product = product_of((enum dtype)call->q.dtype, k_dtype, call->head_dim);
     job.k_bytes = call->head_dim * item_bytes[k_dtype];
     job.v_bytes = call->v_head_dim * item_bytes[v_dtype];
-    job.tile_keys = job.k_bytes + job.v_bytes > WIDE_BYTES ? TILE_KEYS / 2 : TILE_KEYS;
     job.turned = turns(job.product, k_dtype, call->head_dim);
     job.q_width = (int)call->head_dim / (job.product == IN_PAIRS ? 2 : 1);
     job.group_rows = call->num_q_heads / call->num_kv_heads * call->q_len;
 
     const int64_t units = cut_rows(call, rows);
     job.heads = heads_per_task(call, units);
+    job.k_block = keys_per_block(job.heads * job.k_bytes, job.turned ? TURNED_KEYS : 4);
+    job.v_block = keys_per_block(job.heads * job.v_bytes, 8);
     const int64_t tasks = units * ceil_div(call->num_kv_heads, job.heads), threads = min64(call->num_threads, tasks);
 
     int64_t scratch_floats;

@@ -16,7 +16,7 @@ INLINE int sums_beside(const int rows) { return rows * 4 <= BLOCK_SUMS ? 4 : 2; 
 #else
 #define HAVE_TURNED 0
 #endif
-#define TURNED_BYTES 256        /* longest row of K that is turned into lanes */
+#define TURNED_DIM 64           /* largest head_dim at which K is turned into lanes */
 #define TURNED_KEYS (2 * LANES) /* keys turned at a time: two vectors share what is loaded of the queries */
 
 #if MOST_ROWS == 8
@@ -48,7 +48,7 @@ static enum product product_of(enum dtype q, enum dtype k, int64_t dim) {
  * Of the products only those of each dtype that matter are compiled. */
 static bool turns(enum product product, enum dtype k, int64_t dim) {
     const bool compiled = product == IN_PAIRS || (k != E4M3 && k != E5M2);
-    return HAVE_TURNED && compiled && dim * item_bytes[k] <= TURNED_BYTES;
+    return HAVE_TURNED && compiled && dim <= TURNED_DIM;
 }
 
 INLINE vec key_vector(const enum product product, const enum dtype dtype, const struct reader *reader,

@@ -96,7 +96,7 @@ INLINE void value_step(const enum dtype dtype, const struct reader *reader, cons
         }
 }
 
-/* acc[r] = acc[r] * factor[r] + sum over `count` keys of weights[r][j] * v_j, for `rows` rows and `vecs` vectors
+/* acc[r] = acc[r] * factor[r] (1 without factors) + sum over `count` keys of weights[r][j] * v_j, for `rows` rows and `vecs` vectors
  * of columns. The keys are added in order, so the blocking does not show in the bytes. */
 INLINE void value_block(const enum dtype dtype, const struct reader *reader, const int rows, const int vecs,
                         const char *const *v, int64_t offset, int count, const float *weights, const float *factor,
@@ -108,7 +108,7 @@ INLINE void value_block(const enum dtype dtype, const struct reader *reader, con
     for (int r = 0; r < rows; r++)
         UNROLL
         for (int c = 0; c < vecs; c++)
-            sum[r * vecs + c] = vload(acc + (int64_t)r * dim + column + c * LANES) * vset1(factor[r]);
+            sum[r * vecs + c] = vload(acc + (int64_t)r * dim + column + c * LANES) * vset1(factor ? factor[r] : 1.0f);
     int j = 0;
     for (; j + keys <= count; j += keys)
         value_step(dtype, reader, rows, vecs, keys, v + j, offset, column, weights + j, &share, sum);
@@ -140,7 +140,7 @@ typedef void values_function(const struct reader *, int rows, const char *const 
 #define VALUES(name, dtype)                                                                                     \
     static void name(const struct reader *reader, int rows, const char *const *v, int64_t offset, int count,    \
                      const float *weights, const float *factor, struct ahead *ahead, float *acc, int dim) {     \
-        for (int n; rows > 0; rows -= n, weights += n * TILE_KEYS, factor += n, acc += (int64_t)n * dim, ahead = NULL) { \
+        for (int n; rows > 0; rows -= n, weights += n * TILE_KEYS, factor += factor ? n : 0, acc += (int64_t)n * dim, ahead = NULL) { \
             n = rows_at_once(rows);                                                                             \
             FOR_ROWS(n, VALUE_CASE_##dtype)                                                                     \
         }                                                                                                       \

@@ -140,6 +140,7 @@ struct block {
     const struct view *view;
     int64_t row_bytes; /* of one head */
     int count;
+    bool in_one_page;
 };
 
 static struct block block_of(const struct job *job, const struct tile *tile, bool of_v, int first) {
@@ -150,6 +151,7 @@ static struct block block_of(const struct job *job, const struct tile *tile, boo
         .view = of_v ? &call->v : &call->k,
         .row_bytes = of_v ? job->v_bytes : job->k_bytes,
         .count = (int)min64(most, tile->count - first),
+        .in_one_page = tile->in_one_page && !tile->absent,
     };
 }
 
@@ -158,6 +160,10 @@ static void look_ahead(struct ahead *ahead, const struct task *task, struct bloc
     const int64_t stride = block.view->stride[2];
     const bool adjacent = stride == block.row_bytes; /* then one run of memory per key */
     ahead->next = ahead->count = 0;
+    if (adjacent && block.in_one_page && block.count > 0 && block.view->stride[1] == task->heads * stride) {
+        add_run(ahead, block.keys[0] + task->first_head * stride, block.count * block.view->stride[1]);
+        block.count = 0;
+    }
     for (int64_t h = 0; h < (adjacent ? 1 : task->heads); h++)
         for (int j = 0; j < block.count; j++)
             if (block.keys[j])

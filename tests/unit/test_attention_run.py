@@ -57,8 +57,8 @@ def test_rows_have_the_fields_of_the_contract_and_every_case_passes() -> None:
     assert result["rows"][1]["lens"] == [300, 5, 77]
 
 
-def test_a_cpu_floor_is_timed_beside_the_contenders_for_the_bytes_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However wrong the bandwidth of the run is; a set holds a few keys more than are read."""
+def test_a_cpu_floor_is_timed_beside_the_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the bytes that are read, however wrong the bandwidth of the run is; a set holds a few keys more."""
     times = {attention.READS[0]: 50.0, attention.READS[1]: 40.0, OURS: 60.0}
 
     def measured(calls: dict[str, Call], *args: Any, **options: Any) -> dict[str, Timing]:

@@ -34,7 +34,9 @@ def repository(tmp_path: Path) -> Path:
 
 def test_git_says_commit_and_dirty(repository: Path) -> None:
     head = git(repository, "rev-parse", "HEAD")
-    assert record.provenance(folder=repository) == {"commit": head, "dirty": False, "commit_source": "git"}
+    tree = git(repository, "rev-parse", "HEAD:src/package")
+    clean = {"commit": head, "dirty": False, "commit_source": "git", "tree": tree}
+    assert record.provenance(folder=repository) == clean
     (repository / "__init__.py").write_text("changed = True\n")
     assert record.provenance(folder=repository)["dirty"] is True
 
@@ -53,6 +55,7 @@ def test_without_git_everything_is_unknown(tmp_path: Path) -> None:
         "commit": "unknown",
         "dirty": "unknown",
         "commit_source": "unknown",
+        "tree": record.source_tree(tmp_path),
     }
 
 
@@ -72,7 +75,7 @@ def test_a_repository_without_a_commit_is_unknown(tmp_path: Path) -> None:
 
 def test_without_git_the_callers_word_is_taken_and_marked(tmp_path: Path) -> None:
     said = record.provenance(SHA, dirty=False, folder=tmp_path)
-    assert said == {"commit": SHA, "dirty": False, "commit_source": "option"}
+    assert said == {"commit": SHA, "dirty": False, "commit_source": "option", "tree": record.source_tree(tmp_path)}
     assert record.provenance(SHA, folder=tmp_path)["dirty"] == "unknown"
 
 
@@ -83,6 +86,31 @@ def test_a_word_against_git_is_refused(repository: Path) -> None:
         record.provenance(SHA, folder=repository)
     with pytest.raises(ValueError, match=r"dirty: expected --clean .* got --dirty"):
         record.provenance(dirty=True, folder=repository)
+
+
+def test_the_tree_is_gits(repository: Path) -> None:
+    (repository / "sub").mkdir()
+    (repository / "sub" / "kernel.cu").write_bytes(bytes(range(256)))
+    (repository / "sub.py").write_text("x = 1\n")  # git sorts the folder sub after it
+    (repository / "run").write_text("#!/bin/sh\n")
+    (repository / "run").chmod(0o755)
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "second")
+    (repository / "sub" / "__pycache__").mkdir()
+    (repository / "sub" / "__pycache__" / "kernel.pyc").write_bytes(b"bytecode")
+    assert record.source_tree(repository) == git(repository, "rev-parse", "HEAD:src/package")
+
+
+def test_a_commit_with_its_tree_is_checked_against_the_files(repository: Path) -> None:
+    """Where git knows another commit, or none: a copied working tree."""
+    tree = record.source_tree(repository)
+    said = record.provenance(f"{SHA}:{tree}", folder=repository)
+    assert said == {"commit": SHA, "dirty": False, "commit_source": "tree", "tree": tree}
+    with pytest.raises(ValueError, match=r"dirty: expected --clean .* got --dirty"):
+        record.provenance(f"{SHA}:{tree}", dirty=True, folder=repository)
+    (repository / "__init__.py").write_text("changed = True\n")
+    with pytest.raises(ValueError, match=f"commit: expected the tree [0-9a-f]{{40}} of the files here, got {tree}"):
+        record.provenance(f"{SHA}:{tree}", folder=repository)
 
 
 @pytest.mark.parametrize("text", ["", "main", "abc", "g" * 40, SHA + "0"])

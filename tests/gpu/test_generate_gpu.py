@@ -15,12 +15,26 @@ SIZES = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6,
 }  # fmt: skip
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+"""All are chosen: which are is test_experts_gpu.py's, and in bf16 a near tie may fall either way."""
+UNTIED = {"tie_word_embeddings": False}  # with large random embeddings a tied model says its input again
 MODELS = {
     "qwen3": SIZES | {"model_type": "qwen3"},
-    "qwen3_5": SIZES | {
-        "model_type": "qwen3_5_text", "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
+    "qwen3_5": SIZES | {"model_type": "qwen3_5_text"} | DELTA,
+    "qwen3_5_moe": SIZES | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 256} | DELTA | EXPERTS,
+    "deepseek_v2": SIZES | EXPERTS | {
+        "model_type": "deepseek_v2", "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 4,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "max_position_embeddings": 4096,
+        "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 1024, "mscale": 0.7,
+                         "mscale_all_dim": 0.7},
     },
+    "gemma2": SIZES | UNTIED | {"model_type": "gemma2", "sliding_window": 100},
+    "gemma3": SIZES | UNTIED | {"model_type": "gemma3_text", "sliding_window": 100, "sliding_window_pattern": 2},
 }  # fmt: skip
 CAPACITY, NEW = 700, 24
 PROMPTS = (list(range(1, 301)), list(range(40, 131)))

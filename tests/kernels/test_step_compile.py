@@ -1,4 +1,5 @@
-"""The decode step's kernels compile for every architecture without spilling, at Qwen3.5-9B's sizes."""
+"""The decode step's kernels compile for every architecture without spilling, at published sizes: Qwen3.5-9B's, and of
+experts and latents those of others."""
 
 from __future__ import annotations
 
@@ -14,9 +15,18 @@ pytest.importorskip("triton")
 from compiled import Usage, _Recorder, compile_kernel
 
 from splitkv import ContiguousKVCache, DeviceSpec
-from splitkv.models import delta_kernels, place_kernels, product_kernels, sampling_kernels, step_kernels
-from splitkv.models.config import DeltaNet
+from splitkv.models import (
+    delta_kernels,
+    latent_kernels,
+    moe_kernels,
+    place_kernels,
+    product_kernels,
+    sampling_kernels,
+    step_kernels,
+)
+from splitkv.models.config import DeltaNet, Experts, Latent
 from splitkv.models.delta_net import NORM_EPS
+from splitkv.models.state import LatentKVCache
 
 F32, BF16 = torch.float32, torch.bfloat16
 DEVICES = ("a100", "h200", "rtx5090")
@@ -133,3 +143,54 @@ def test_argmax(name: str, device: str, compiled: Callable[..., Usage], monkeypa
         monkeypatch.setattr(sampling_kernels, other, _Recorder())
     logits = tensor(2, 248320, dtype=F32)
     assert compiled(device, sampling_kernels, name, lambda: sampling_kernels.argmax(logits)).spilled_bytes == 0
+
+
+EXPERTS = {
+    "Qwen3.5-35B-A3B": (2048, Experts(256, 8, 512, 1, True, True, 1.0, 1, 1, frozenset())),
+    "DeepSeek-V2-Lite": (2048, Experts(64, 6, 1408, 2, False, False, 1.0, 1, 1, frozenset())),
+    "DeepSeek-V2": (5120, Experts(160, 6, 1536, 2, False, False, 16.0, 8, 3, frozenset())),
+}
+EXPERT_KERNELS = ("router_kernel", "choose_kernel", "gate_up_kernel", "down_kernel")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", EXPERT_KERNELS)
+@pytest.mark.parametrize("model", EXPERTS)
+def test_experts(
+    model: str, name: str, device: str, compiled: Callable[..., Usage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in {*EXPERT_KERNELS} - {name}:
+        monkeypatch.setattr(moe_kernels, other, _Recorder())
+    hidden, experts = EXPERTS[model]
+    total = experts.count + experts.shared
+    weights = tensor(total, 2 * experts.width, hidden), tensor(total, hidden, experts.width)
+    router, norm = tensor(experts.count + experts.gated, hidden), (tensor(hidden, dtype=F32), 1e-6)
+    usage = compiled(
+        device,
+        moe_kernels,
+        name,
+        lambda: moe_kernels.step(tensor(2, hidden), router, *weights, experts, norm=norm, add=True),
+    )
+    assert usage.spilled_bytes == 0 and usage.registers <= 168, usage
+    if name in ("gate_up_kernel", "down_kernel"):
+        assert "ld.global.v4.b32" in usage.ptx  # weights are read 16 bytes at a time
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_dtype", [BF16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("dtype", "rows"), [(BF16, 1), (F32, 2)], ids=str)
+def test_latents(
+    rows: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: str, compiled: Callable[..., Usage]
+) -> None:
+    heads, sizes = 16, Latent(None, 512, 64, 128, 128)  # DeepSeek-V2-Lite
+    cache = LatentKVCache(rows, 64, 1, 576, v_head_dim=512, dtype=kv_dtype, device="meta")
+    kv_b, norm = tensor(heads, 256, 512, dtype=dtype), (tensor(512, dtype=dtype), 1e-6)
+    rotation = tensor(rows, 1, 32, dtype=F32), tensor(rows, 1, 32, dtype=F32)
+    given = tensor(rows, heads * 192, dtype=dtype), tensor(rows, 576, dtype=dtype), kv_b, norm, rotation
+    launches = {
+        "absorb_kernel": lambda: latent_kernels.absorb(*given, tensor(rows, dtype=torch.int32), cache, sizes),
+        "values_kernel": lambda: latent_kernels.values(tensor(rows, heads, 512, dtype=dtype), kv_b, sizes),
+    }
+    for name, launch in launches.items():
+        usage = compiled(device, latent_kernels, name, launch)
+        assert usage.spilled_bytes == 0 and usage.registers <= 168, f"{name}: {usage}"

@@ -152,11 +152,6 @@ SPOILED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "more layers than tensors": ("single", config(num_hidden_layers=900), "expected tensors of 900 layers, got 20"),
     "one layer more": ("single", config(num_hidden_layers=3), "layers.2.input_layernorm.weight: expected this tensor"),
     "architecture": ("single", config(model_type="rwkv7"), "config.json: model_type: expected one of"),
-    "architecture that only fit knows": (
-        "single",
-        config(model_type="gemma3", sliding_window=512),
-        "config.json: model_type: expected one of llama, mistral, qwen2, qwen3, qwen3_5 to generate with, got 'gemma3'",
-    ),
     "remote code": (
         "single",
         config(model_type="mine", auto_map={"AutoModelForCausalLM": "evil.Evil"}),

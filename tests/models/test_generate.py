@@ -84,7 +84,7 @@ def test_bytes_per_token_are_the_weights_the_cache_and_the_states(model: Any, fo
     weights = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
     assert decoder.bytes_per_step() == 4 * weights
     state = DecodeState(decoder.config, 1, 50, "f16", torch.float32, "cpu")
-    cache, recurrent = 2 * 32 * 2 * 40, 3 * (4 * 4 * 16 * 32 + 4 * 3 * (2 * 2 * 16 + 4 * 32))
+    cache, recurrent = 2 * 32 * 2 * 40, 3 * (4 * 4 * 16 * 32 + 4 * 4 * (2 * 2 * 16 + 4 * 32))
     assert state.bytes_per_step(40) == cache + 2 * recurrent
 
 

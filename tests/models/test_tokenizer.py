@@ -125,6 +125,8 @@ def test_a_bad_vocabulary_is_told_by_its_field(changes: dict[str, Any], message:
         ("qwen2", "a 123!?\n", ["a", "Ġ", "1", "2", "3", "!?Ċ"]),
         ("qwen35", "कि 1", ["à¤ķà¤¿", "Ġ", "1"]),  # a letter and its vowel sign stay together
         ("qwen2", "कि", ["à¤ķ", "à¤¿"]),
+        ("deepseek-llm", "it's 12!\nÉ  ", ["it", "'", "s", "Ġ", "1", "2", "!", "Ċ", "Ãī", "ĠĠ"]),
+        ("deepseek-llm", "xა 中", ["x", "áĥĲ", "Ġ", "ä¸Ń"]),  # letters without case are left whole
     ],
 )
 def test_text_is_cut_as_the_vocabularys_rule_says(pre: str, text: str, cuts: list[str]) -> None:
@@ -137,6 +139,16 @@ def test_text_is_cut_as_the_vocabularys_rule_says(pre: str, text: str, cuts: lis
     made = tokenizer.tokenizer
     assert [word for word, _ in made.pre_tokenizer.pre_tokenize_str(text)] == cuts
     assert made.decode(made.encode(f"the {text}<|end|>").ids) == f"the {text}"
+
+
+@pytest.mark.parametrize(("pre", "words"), [("llama-bpe", ["then"]), ("qwen2", ["the", "n"])])
+def test_llama_takes_a_whole_token_as_it_is(pre: str, words: list[str]) -> None:
+    """Its vocabulary has tokens that no order of merges makes."""
+    tokens = ["<|end|>", "t", "h", "e", "n", "he", "the", "en", "then"]
+    merges = ["h e", "t he", "e n"]
+    header = spm(model="gpt2", tokens=tokens, pre=pre, merges=merges, token_type=[3] + [1] * 8, eos_token_id=0,
+                 bos_token_id=0)  # fmt: skip
+    assert TextTokenizer.from_gguf(header, FILE).tokenizer.encode("then").tokens == words
 
 
 @pytest.mark.parametrize(

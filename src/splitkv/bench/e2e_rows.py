@@ -135,8 +135,9 @@ def _timed(
     """The times of a row, and beside them the bytes of a step and the floor that they make."""
     decoder, batch = loop.decoder, loop.state.batch
     device, config = decoder.device.type, decoder.config
+    begin()
     read = {
-        "weights": decoder.bytes_per_step(),
+        "weights": decoder.bytes_of_step(loop.tokens, loop.state),
         "embedding_rows": 0 if config.tied else batch * config.hidden_size * decoder.dtype.itemsize,
         "kv_and_states": loop.state.bytes_per_step(depth + run_length(device) // 2),
     }

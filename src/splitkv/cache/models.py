@@ -35,11 +35,14 @@ GGUF_ARCHITECTURES = {
 }  # fmt: skip
 MODEL_TYPES = sorted({*GGUF_ARCHITECTURES.values(), "mistral"})
 # What published configs leave to transformers' class defaults.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma2": {"tie_word_embeddings": True, "sliding_window_pattern": 2},
+CONFIG_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "tie_word_embeddings": True, "sliding_window_pattern": 2, "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
     "gemma3": {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208,
-        "tie_word_embeddings": True, "sliding_window_pattern": 6,
+        "tie_word_embeddings": True, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
     },
 }  # fmt: skip
 
@@ -124,7 +127,7 @@ def model_from_config(
     kind = fields.text("model_type").removesuffix("_text")
     if kind not in MODEL_TYPES:
         raise fields.error("model_type", f"one of {', '.join(MODEL_TYPES)}")
-    fields.values = {**_DEFAULTS.get(kind, {}), **fields.values}
+    fields.values = {**CONFIG_DEFAULTS.get(kind, {}), **fields.values}
     parameters = _parameters(kind, fields)
     notes = ("the vision part's weights are not counted",) if "vision_config" in config else ()
     if weights_bytes is None:
@@ -280,21 +283,37 @@ def _latent_parameters(fields: Fields) -> int:
     return query + hidden * (latent + rope) + latent + latent * heads * (nope + v) + heads * v * hidden
 
 
+def num_experts(kind: str, fields: Fields) -> int:
+    """Experts that the router chooses from; transformers 5.17 saves Qwen3's under another name than the published."""
+    names = {"deepseek_v2": "n_routed_experts"}
+    if kind == "qwen3_moe" and "num_local_experts" in fields.values:
+        return fields.integer("num_local_experts")
+    return fields.integer(names.get(kind, "num_experts"))
+
+
+def has_experts(kind: str, fields: Fields, layer: int) -> bool:
+    """Whether this layer's feed-forward is a mixture of experts."""
+    if kind == "deepseek_v2":
+        return layer >= fields.integer("first_k_dense_replace", 0, least=0)
+    if kind == "qwen3_moe":
+        plain = fields.get("mlp_only_layers", [])
+        if not isinstance(plain, list):
+            raise fields.error("mlp_only_layers", "a list of layers")
+        return layer not in plain and (layer + 1) % fields.integer("decoder_sparse_step", 1) == 0
+    return kind == "qwen3_5_moe"
+
+
 def _feed_forward_parameters(kind: str, fields: Fields, layer: int) -> int:
     hidden = fields.integer("hidden_size")
-    dense = 3 * hidden * fields.integer("intermediate_size", 0, least=0)
+    if not has_experts(kind, fields, layer):
+        return 3 * hidden * fields.integer("intermediate_size")
+    experts, width = num_experts(kind, fields), fields.integer("moe_intermediate_size")
+    total = hidden * experts + 3 * hidden * width * experts
     if kind == "deepseek_v2":
-        if layer < fields.integer("first_k_dense_replace", 0, least=0):
-            return dense
-        experts, shared = fields.integer("n_routed_experts"), fields.integer("n_shared_experts", 0, least=0)
-        return hidden * experts + 3 * hidden * fields.integer("moe_intermediate_size") * (experts + shared)
-    if kind in ("qwen3_moe", "qwen3_5_moe"):
-        experts = fields.integer("num_experts")
-        total = hidden * experts + 3 * hidden * fields.integer("moe_intermediate_size") * experts
-        if kind == "qwen3_5_moe":
-            total += 3 * hidden * fields.integer("shared_expert_intermediate_size") + hidden
-        return total
-    return 3 * hidden * fields.integer("intermediate_size")
+        total += 3 * hidden * width * fields.integer("n_shared_experts", 0, least=0)
+    if kind == "qwen3_5_moe":
+        total += 3 * hidden * fields.integer("shared_expert_intermediate_size") + hidden
+    return total
 
 
 # ---- GGUF --------------------------------------------------------------------------------------------------
@@ -314,7 +333,7 @@ def _read_gguf(file: Path, weights_bytes: int | None, weights_dtype: str | None,
     kind = GGUF_ARCHITECTURES[arch]
     own = {name.removeprefix(f"{arch}."): value for name, value in values.items() if name.startswith(f"{arch}.")}
     config = gguf_config(kind, Fields(own, str(file), f"{arch}."))
-    fields = Fields({**_DEFAULTS.get(kind, {}), **config}, str(file))
+    fields = Fields({**CONFIG_DEFAULTS.get(kind, {}), **config}, str(file))
     if weights_bytes is None:
         weights_bytes = stored if weights_dtype is None else _weights_bytes(parameters, weights_dtype)
     return replace(_geometry(kind, fields, expanded), weights_bytes=weights_bytes, parameters=parameters)

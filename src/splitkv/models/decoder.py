@@ -8,21 +8,26 @@ can be captured in a CUDA graph. Projections that read the same input are one ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
+from .attending import chunk_attention, rotate
 from .config import DecoderConfig
 from .delta_net import DeltaNetMixer
+from .latent import LatentAttention
+from .moe import ExpertMLP
 from .parts import Part, RMSNorm, empty_weight, project
 from .state import DecodeState
 from .weights import Weights, check_names
 
 if TYPE_CHECKING:
     from .fused import FusedStep
+
+Rotations = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Cosine and sine of full attention's positions, and of those of layers with a window."""
 
 
 class Attention(nn.Module):
@@ -67,7 +72,10 @@ class Attention(nn.Module):
         """x [tokens, hidden] at positions start, start + 1, .. of a row."""
         q, k, v, gate = self._project(x, rotation)
         keys, values = state.write_chunk(self.layer, k, v, row, start)
-        attended = chunk_attention(q, keys.to(q.dtype), values.to(q.dtype), self.window)
+        config = self.config
+        attended = chunk_attention(
+            q, keys.to(q.dtype), values.to(q.dtype), self.window, config.softmax_scale, config.attention_softcap
+        )
         return self._finish(attended, gate)
 
     def decode(self, x: Tensor, rotation: tuple[Tensor, Tensor], state: DecodeState) -> Tensor:
@@ -101,68 +109,66 @@ class Attention(nn.Module):
                 yield from norm.parts(f"{name}.{letter}_norm")
 
 
-def chunk_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Causal attention of the last tokens of a row over all of it, by torch.
-
-    q: [tokens, num_q_heads, head_dim]. k, v: [end, num_kv_heads, head_dim]. Returns q's shape.
-    """
-    tokens, end = q.shape[0], k.shape[0]
-    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    if q.is_cuda and (q.dtype == torch.float32 or window is not None):
-        # Flash attention knows groups but neither f32 nor masks; the kernel that knows those wants equal heads.
-        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
-    mask: Any = causal_lower_right(tokens, end)
-    if window is not None:
-        query, key = torch.arange(end - tokens, end, device=q.device)[:, None], torch.arange(end, device=q.device)
-        mask = (key <= query) & (key > query - window)
-    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=group > 1)
-    return attended.squeeze(0).transpose(0, 1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on the first 2 * pairs columns. x: [tokens, heads, head_dim]. cos, sin: [tokens, 1, pairs]."""
-    pairs = cos.shape[-1]
-    first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
-
-
 class Layer(nn.Module):
-    """Norm, attention or delta net, norm, feed-forward."""
+    """Norm, attention or delta net, norm, feed-forward or experts; in some families a norm behind each of them."""
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         norm = (config.hidden_size, config.norm_eps, config.norm_offset, dtype, device)
         self.norm_in, self.norm_mlp = RMSNorm(*norm), RMSNorm(*norm)
+        self.norm_mixed, self.norm_out = (RMSNorm(*norm) if config.sandwiched else None for _ in range(2))
         self.linear = config.layer_types[layer] == "linear_attention"
-        self.mixer: DeltaNetMixer | Attention = (DeltaNetMixer if self.linear else Attention)(
-            config, layer, dtype, device
-        )
-        self.gate_up = empty_weight(2 * config.intermediate_size, config.hidden_size, dtype=dtype, device=device)
-        self.down = empty_weight(config.hidden_size, config.intermediate_size, dtype=dtype, device=device)
+        self.local = config.layer_types[layer] == "sliding_attention"
+        kind = DeltaNetMixer if self.linear else Attention if config.latent is None else LatentAttention
+        self.mixer: DeltaNetMixer | Attention | LatentAttention = kind(config, layer, dtype, device)
+        self.gelu = config.gelu
+        experts = config.experts_of(layer)
+        self.experts = None if experts is None else ExpertMLP(experts, config.hidden_size, dtype, device)
+        if self.experts is None:
+            self.gate_up = empty_weight(2 * config.intermediate_size, config.hidden_size, dtype=dtype, device=device)
+            self.down = empty_weight(config.hidden_size, config.intermediate_size, dtype=dtype, device=device)
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        gate, up = project(self.norm_mlp(x), self.gate_up).chunk(2, -1)
-        return x + project(F.silu(gate) * up, self.down)
+    def _feed_forward(self, x: Tensor, decoding: bool) -> Tensor:
+        normed = self.norm_mlp(x)
+        if self.experts is not None:
+            made = self.experts.decode(normed) if decoding else self.experts.prefill(normed)
+        else:
+            gate, up = project(normed, self.gate_up).chunk(2, -1)
+            gate = F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)
+            made = project(gate * up, self.down)
+        return x + (made if self.norm_out is None else self.norm_out(made))
 
-    def prefill(self, x: Tensor, rotation: tuple[Tensor, Tensor], state: DecodeState, row: int, start: int) -> Tensor:
-        x = x + self.mixer.prefill(self.norm_in(x), rotation, state, row, start)
-        return self._feed_forward(x)
+    def _mixed(self, x: Tensor, mixed: Tensor) -> Tensor:
+        return x + (mixed if self.norm_mixed is None else self.norm_mixed(mixed))
 
-    def decode(self, x: Tensor, rotation: tuple[Tensor, Tensor], state: DecodeState) -> Tensor:
-        x = x + self.mixer.decode(self.norm_in(x), rotation, state)
-        return self._feed_forward(x)
+    def prefill(self, x: Tensor, rotations: Rotations, state: DecodeState, row: int, start: int) -> Tensor:
+        mixed = self.mixer.prefill(self.norm_in(x), rotations[self.local], state, row, start)
+        return self._feed_forward(self._mixed(x, mixed), False)
+
+    def decode(self, x: Tensor, rotations: Rotations, state: DecodeState) -> Tensor:
+        mixed = self.mixer.decode(self.norm_in(x), rotations[self.local], state)
+        return self._feed_forward(self._mixed(x, mixed), True)
 
     def step(self, now: FusedStep) -> None:
         """x = decode(x), by the kernels."""
         self.mixer.step(self.norm_in, now)
-        now.products.onto(now.x, now.products.swiglu(now.x, self.norm_mlp, self.gate_up), self.down)
+        if self.experts is not None:
+            self.experts.step(self.norm_mlp, now)
+        else:
+            now.products.onto(now.x, now.products.swiglu(now.x, self.norm_mlp, self.gate_up), self.down)
 
     def parts(self, name: str) -> Iterator[Part]:
         yield from self.norm_in.parts(f"{name}.input_layernorm")
         yield from self.mixer.parts(f"{name}.{'linear_attn' if self.linear else 'self_attn'}")
-        yield from self.norm_mlp.parts(f"{name}.post_attention_layernorm")
+        before = "post_attention_layernorm"
+        if self.norm_mixed is not None and self.norm_out is not None:
+            before = "pre_feedforward_layernorm"
+            yield from self.norm_mixed.parts(f"{name}.post_attention_layernorm")
+            yield from self.norm_out.parts(f"{name}.post_feedforward_layernorm")
+        yield from self.norm_mlp.parts(f"{name}.{before}")
+        if self.experts is not None:
+            yield from self.experts.parts(f"{name}.mlp")
+            return
         for proj, rows in zip(("gate", "up"), self.gate_up.chunk(2), strict=True):
             yield Part(f"{name}.mlp.{proj}_proj.weight", rows)
         yield Part(f"{name}.mlp.down_proj.weight", self.down)
@@ -178,7 +184,7 @@ class Decoder(nn.Module):
         super().__init__()
         device = torch.device(device)
         self.config, self.dtype, self.device = config, dtype, device
-        self.step = "streamed" if device.type == "cuda" else "torch"
+        self.step = "streamed" if device.type == "cuda" and not config.sandwiched else "torch"
         self.embedding = empty_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers: list[Layer] = []
         for i in range(len(config.layer_types)):
@@ -189,6 +195,10 @@ class Decoder(nn.Module):
         if not config.tied:
             self.head = empty_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.frequencies = torch.tensor(config.rope.frequencies, dtype=torch.float32, device=device)
+        local = config.local_rope
+        self.local_frequencies = self.frequencies
+        if local is not None:
+            self.local_frequencies = torch.tensor(local.frequencies, dtype=torch.float32, device=device)
 
     def parts(self) -> Iterator[Part]:
         """Every tensor of a checkpoint and where it goes."""
@@ -207,7 +217,7 @@ class Decoder(nn.Module):
         parts = list(self.parts())
         check_names(weights, [part.name for part in parts])
         for part in parts:
-            expected, got = tuple(part.dest.shape), weights.shape(part.name)
+            expected, got = part.shape or tuple(part.dest.shape), weights.shape(part.name)
             if part.name.endswith("conv1d.weight"):
                 expected = (expected[0], 1, expected[1])
             if got != expected:
@@ -247,14 +257,25 @@ class Decoder(nn.Module):
             else:
                 part.dest.normal_(0, 0.02, generator=generator)
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotation(self, positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Cosine and sine, each [tokens, 1, pairs] f32, of positions [tokens]."""
-        angles = (positions[:, None].float() * self.frequencies)[:, None]
-        scale = self.config.rope.scale
+        angles = (positions[:, None].float() * frequencies)[:, None]
         return angles.cos() * scale, angles.sin() * scale
 
+    def _rotations(self, positions: Tensor) -> Rotations:
+        rope, local = self.config.rope, self.config.local_rope
+        full = self._rotation(positions, self.frequencies, rope.scale)
+        return full, full if local is None else self._rotation(positions, self.local_frequencies, local.scale)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        x = F.embedding(tokens, self.embedding)
+        scale = self.config.embedding_scale
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype).item()
+
     def _logits(self, x: Tensor) -> Tensor:
-        return project(self.norm(x), self.head).float()
+        logits = project(self.norm(x), self.head).float()
+        cap = self.config.logits_softcap
+        return logits if cap is None else (logits / cap).tanh() * cap
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, state: DecodeState, row: int, start: int) -> Tensor:
@@ -262,10 +283,10 @@ class Decoder(nn.Module):
 
         The state's lengths are the caller's to set.
         """
-        rotation = self._rotation(torch.arange(start, start + tokens.shape[0], device=self.device))
-        x = F.embedding(tokens, self.embedding)
+        rotations = self._rotations(torch.arange(start, start + tokens.shape[0], device=self.device))
+        x = self._embed(tokens)
         for layer in self.layers:
-            x = layer.prefill(x, rotation, state, row, start)
+            x = layer.prefill(x, rotations, state, row, start)
         return self._logits(x[-1:])[0]
 
     @torch.no_grad()
@@ -273,11 +294,11 @@ class Decoder(nn.Module):
         """Logits [batch, vocab_size] f32 after one more token of every row; the state's lengths grow by one."""
         if self.step != "torch":
             return self._fused(tokens, state)
-        rotation = self._rotation(state.seq_lens)
+        rotations = self._rotations(state.seq_lens)
         state.seq_lens += 1
-        x = F.embedding(tokens, self.embedding)
+        x = self._embed(tokens)
         for layer in self.layers:
-            x = layer.decode(x, rotation, state)
+            x = layer.decode(x, rotations, state)
         return self._logits(x)
 
     def _fused(self, tokens: Tensor, state: DecodeState) -> Tensor:
@@ -290,9 +311,41 @@ class Decoder(nn.Module):
                 layer.step(now)
             return now.products.logits(now.x, self.norm, self.head)
 
-    def bytes_per_step(self) -> int:
-        """Bytes of weights that one decode step reads: all but an embedding that is not also the output matrix."""
+    def bytes_per_step(self, rows: int = 1) -> int:
+        """Bytes of weights that one decode step of `rows` rows reads.
+
+        All but an embedding that is not also the output matrix; of experts those that are chosen, which is exact for
+        one row, and for more what is expected if every expert is as likely as the next.
+        """
+        return self._bytes_read(lambda mixture: mixture.experts.expected_read(rows))
+
+    def bytes_of_step(self, tokens: Tensor, state: DecodeState) -> int:
+        """The same for one more token of every row, with the experts that are really chosen.
+
+        With experts and several rows this does the step, in torch, and waits for it; the state moves on.
+        """
+        mixtures = [layer.experts for layer in self.layers if layer.experts is not None]
+        if not mixtures or tokens.shape[0] == 1:
+            return self.bytes_per_step()
+        step, self.step = self.step, "torch"
+        for mixture in mixtures:
+            mixture.counted = []
+        try:
+            self.decode(tokens, state)
+            return self._bytes_read(lambda mixture: sum(mixture.counted or []))
+        finally:
+            self.step = step
+            for mixture in mixtures:
+                mixture.counted = None
+
+    def _bytes_read(self, experts_read: Callable[[ExpertMLP], float]) -> int:
         weights = {id(p): p.numel() * p.element_size() for p in self.parameters()}
         if self.head is not self.embedding:
             weights.pop(id(self.embedding))
-        return sum(weights.values())
+        read = 0
+        for layer in self.layers:
+            if layer.experts is not None:
+                read += layer.experts.bytes_read(experts_read(layer.experts))
+                for p in layer.experts.parameters():
+                    weights.pop(id(p))
+        return read + sum(weights.values())

@@ -12,11 +12,15 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Part:
-    """Where a checkpoint's tensor goes: into `dest`, after `change` if there is one."""
+    """Where a checkpoint's tensor goes: into `dest`, after `change` if there is one.
+
+    shape: of the checkpoint's tensor, where it is not that of `dest`.
+    """
 
     name: str
     dest: Tensor
     change: Callable[[Tensor], Tensor] | None = None
+    shape: tuple[int, ...] | None = None
 
 
 def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

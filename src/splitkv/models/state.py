@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,17 @@ def short_name(dtype: torch.dtype) -> str:
     return next(name for name, known in TORCH_DTYPES.items() if known == dtype)
 
 
+class LatentKVCache(ContiguousKVCache):
+    """Values are the first columns of their keys, as latent attention has them: one tensor holds both.
+
+    `append` takes both all the same, and writes those columns twice with the same bytes.
+    """
+
+    def _allocate(self, outer: int, tokens: int, *, heads_first: bool = False) -> tuple[Tensor, Tensor]:
+        k_cache = torch.empty((outer, tokens, self.num_kv_heads, self.head_dim), dtype=self.dtype, device=self.device)
+        return k_cache, k_cache[..., : self.v_head_dim]
+
+
 class DecodeState:
     """Memory of `batch` rows of up to `capacity` tokens; all of it allocated here, at fixed addresses.
 
@@ -50,18 +63,23 @@ class DecodeState:
     ) -> None:
         device = torch.device(device)
         self.batch, self.capacity, self.kv_dtype = batch, capacity, kv_dtype
-        kv_heads = (config.num_kv_heads, config.head_dim)
         self.problem = DecodeProblem(
-            batch, config.num_q_heads, *kv_heads, capacity=capacity, q_dtype=short_name(dtype), kv_dtype=kv_dtype
-        )
+            batch, config.num_q_heads, *config.cache_heads, capacity=capacity, q_dtype=short_name(dtype),
+            kv_dtype=kv_dtype,
+        )  # fmt: skip
+        self._windows = [config.window if kind == "sliding_attention" else None for kind in config.layer_types]
+        self._logits: dict[str, Any] = {"softmax_scale": config.softmax_scale, "softcap": config.attention_softcap}
         self.attention = DecodeAttention(self.problem, policy, device)
         self.caches: dict[int, ContiguousKVCache] = {}
         self.conv: dict[int, Tensor] = {}
         self.memory: dict[int, Tensor] = {}
         for layer, kind in enumerate(config.layer_types):
             if kind != "linear_attention":
-                stored = torch_dtype(kv_dtype)
-                self.caches[layer] = ContiguousKVCache(batch, capacity, *kv_heads, dtype=stored, device=device)
+                heads, head_dim, v_head_dim = config.cache_heads
+                rows = ContiguousKVCache if config.latent is None else LatentKVCache
+                self.caches[layer] = rows(
+                    batch, capacity, heads, head_dim, v_head_dim=v_head_dim, dtype=torch_dtype(kv_dtype), device=device
+                )
             elif (delta := config.delta) is not None:
                 sizes = (batch, delta.num_value_heads, delta.key_dim, delta.value_dim)
                 self.conv[layer] = torch.zeros((batch, delta.kernel, delta.channels), dtype=dtype, device=device)
@@ -99,10 +117,16 @@ class DecodeState:
 
     def attend_held(self, layer: int, q: Tensor, window: int | None) -> Tensor:
         """Attend with q [batch, num_q_heads, head_dim] to all that a layer's cache holds; q's shape and dtype."""
-        out = self.attention.run(q, **self.caches[layer].arguments(), window=window)
+        out = self.attention.run(q, **self.caches[layer].arguments(), window=window, **self._logits)
         return out if isinstance(out, Tensor) else out[0]
 
     def bytes_per_step(self, seq_len: int) -> int:
-        """Bytes that one step moves when every row holds `seq_len` tokens: K and V, windows aside, states twice."""
+        """Bytes that one step moves when every row holds `seq_len` tokens: K and V in sight, states twice."""
         states = sum(t.numel() * t.element_size() for t in (*self.conv.values(), *self.memory.values()))
-        return len(self.caches) * self.problem.kv_bytes(seq_len) + 2 * states
+        return sum(self._kv_bytes(layer, seq_len) for layer in self.caches) + 2 * states
+
+    def _kv_bytes(self, layer: int, seq_len: int) -> int:
+        cache, window = self.caches[layer], self._windows[layer]
+        columns = cache.head_dim + (0 if isinstance(cache, LatentKVCache) else cache.v_head_dim)
+        seen = seq_len if window is None else min(seq_len, window)
+        return self.batch * seen * cache.num_kv_heads * columns * cache.k_cache.element_size()

@@ -33,11 +33,18 @@ def _split_rule(letters: str, digits: str) -> str:
     )
 
 
-# tokenizer.ggml.pre -> how text is cut: None for GPT-2's own rule, "digits" for that after single digits.
-_CUTS: dict[str, str | None] = {
+# DeepSeek's letters: those of two cases, but for the alphabets that its list leaves out.
+_CASED = r"[[\p{Ll}\p{Lu}\p{Lt}]&&[^ՠ-ֈჇ-ჿᲀ-ᲈⴀ-ⴭꞐ-ꟿꬰ-ꭨ𐕰-𐖼𖹀-𖹿𝐀-𝟋𝼀-𝼪]]"
+
+# tokenizer.ggml.pre -> how text is cut: None for GPT-2's own rule, "digits" for that after single digits, else rules
+# that each cut what those before them left.
+_CUTS: dict[str, str | tuple[str, ...] | None] = {
     "default": None, "gpt-2": None, "smollm": "digits",
-    "llama-bpe": _split_rule(r"\p{L}", r"\p{N}{1,3}"), "qwen2": _split_rule(r"\p{L}", r"\p{N}"),
-    "qwen35": _split_rule(r"[\p{L}\p{M}]", r"\p{N}"),
+    "llama-bpe": (_split_rule(r"\p{L}", r"\p{N}{1,3}"),), "qwen2": (_split_rule(r"\p{L}", r"\p{N}"),),
+    "qwen35": (_split_rule(r"[\p{L}\p{M}]", r"\p{N}"),),
+    "deepseek-llm": (
+        r"[\r\n]", rf"\s?{_CASED}+", r"\s?[!-/:-~！-／：-～‘-‟\x{3000}-。]+", r"\s+$", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}",
+    ),
 }  # fmt: skip
 
 
@@ -239,8 +246,9 @@ def _byte_level(fields: Fields, tokens: list[str]) -> Any:
     if pre not in _CUTS:
         raise fields.error("ggml.pre", f"one of {', '.join(_CUTS)}")
     merges = [pair.partition(" ")[::2] for pair in _texts(fields, "ggml.merges")]
+    ids = {token: i for i, token in enumerate(tokens)}
     try:
-        tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+        tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=pre == "llama-bpe"))
     except Exception as error:  # the package raises nothing narrower
         raise ValueError(f"{fields.source}: tokenizer.ggml.merges: expected pairs of tokens: {error}") from None
     rule = _CUTS[pre]
@@ -250,9 +258,9 @@ def _byte_level(fields: Fields, tokens: list[str]) -> Any:
         cuts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     else:
-        split = pre_tokenizers.Split(Regex(rule), "isolated")
+        splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in rule]
         bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
         if pre.startswith("qwen"):
             tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()

@@ -2,9 +2,9 @@
 
     python tools/host_overhead.py [--json]
 
-One row of 16/4 heads of 256, 4096 keys, bf16. Each call is timed alone, without waiting for the GPU; the queue is
-emptied between groups of 50 calls, or a full one would be timed. First calls run in processes of their own, with an
-empty and with a filled compile cache.
+One row of 16/4 heads of 256, 4096 keys, bf16. Calls are timed in groups of 50 without waiting for the GPU; the queue is
+emptied between groups, or a full one would be timed. First calls run in processes of their own, with an empty and with
+a filled compile cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from splitkv.backends.cuda_launch import CudaLaunch
 
 CALLS, GROUP = 2000, 50
 FIRST_CALL = """
@@ -41,8 +44,9 @@ def measure() -> dict[str, float]:
     """Microseconds of host time by name."""
     import torch
 
-    from splitkv import DecodeAttention, DecodeProblem, decode_attention
+    from splitkv import DecodeAttention, DecodeProblem, decode_attention, plan_decode
     from splitkv.backends import TENSORS, launcher, preparer
+    from splitkv.backends.cuda_launch import CudaLaunch
     from splitkv.checks import check_inputs
     from splitkv.prepared import CallMemo, call_key, environment
 
@@ -55,9 +59,13 @@ def measure() -> dict[str, float]:
     tensors: dict[str, Any] = inputs.launch_arguments()
     tensors |= dict(out=out.unsqueeze(1), lse=None, workspace=attention.workspace, plan=attention.plan)
     addresses = [t.data_ptr() if isinstance(t, torch.Tensor) else 0 for t in (tensors[name] for name in TENSORS)]
-    launch, prepared = launcher("triton"), preparer("triton")(**tensors)
-    if prepared is None:
+    backend = attention.plan.backend
+    launch, prepared = launcher(backend), preparer(backend)(**tensors)
+    on_triton = tensors | dict(plan=plan_decode(attention.problem, attention.plan.device, backend="triton"))
+    triton = preparer("triton")(**on_triton)
+    if prepared is None or triton is None:
         raise SystemExit("backend triton prepares nothing here: unset TRITON_INTERPRET")
+    prepared(addresses, 0)
     step = iter(range(10**9))
     kept = CallMemo()
 
@@ -73,18 +81,34 @@ def measure() -> dict[str, float]:
         "DecodeAttention.run, out=": lambda: attention.run(q, k, v, lens, out=out),
         "of it: key and look-up": key,
         "of it: environment": environment,
-        "of it: out and workspace": lambda: (q.new_empty(q.shape), q.new_empty(266240, dtype=torch.uint8)),
-        "of it: prepared launch of both kernels": lambda: prepared(addresses, 0),
+        "of it: out": lambda: q.new_empty(q.shape),
+        "of it: workspace": lambda: q.new_empty(attention.workspace_bytes, dtype=torch.uint8),
+        f"of it: prepared launch of both kernels ({backend})": lambda: prepared(addresses, 0),
         "of it: current device, stream, capture": lambda: (
             torch.cuda.current_device(),
             torch._C._cuda_getCurrentRawStream(0),
             torch.cuda.is_current_stream_capturing(),
         ),
         "checks and argument views alone, in full": lambda: check_inputs(q, k, v, lens),
-        "Triton's own launch of both kernels": lambda: launch(**tensors),
+        f"a launch that is not prepared ({backend})": lambda: launch(**tensors),
+        "prepared launch of both kernels (triton)": lambda: triton(addresses, 0),
         "a torch kernel, for scale (out.zero_)": lambda: out.zero_(),
     }
+    if isinstance(prepared, CudaLaunch):
+        calls["of that: the driver's two launches"] = driver_calls(prepared)
     return {name: median_us(call, torch.cuda.synchronize) for name, call in calls.items()}
+
+
+def driver_calls(prepared: CudaLaunch) -> Callable[[], Any]:
+    """What a prepared launch asks of the driver, and nothing else."""
+    (free,) = prepared._free.values()
+    launch, kernels, arguments = free[-1]._launch, free[-1]._kernels, free[-1]._address
+
+    def call() -> None:
+        for config, function in kernels:
+            launch(config, function, arguments, None)
+
+    return call
 
 
 def median_us(call: Callable[[], Any], wait: Callable[[], None]) -> float:
@@ -93,10 +117,10 @@ def median_us(call: Callable[[], Any], wait: Callable[[], None]) -> float:
         call()
     for _ in range(CALLS // GROUP):
         wait()
+        start = time.perf_counter_ns()
         for _ in range(GROUP):
-            start = time.perf_counter_ns()
             call()
-            times.append(time.perf_counter_ns() - start)
+        times.append((time.perf_counter_ns() - start) / GROUP)
     wait()
     return statistics.median(times) / 1e3
 
@@ -105,7 +129,7 @@ def first_calls() -> dict[str, float]:
     """Seconds of `import splitkv` beyond torch and numpy, and of the first call, by the state of the compile cache."""
     seconds = {}
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"TRITON_CACHE_DIR": folder}
+        environment = os.environ | {"TRITON_CACHE_DIR": folder, "XDG_CACHE_HOME": folder}
         for cache in ("cold", "warm"):
             text = subprocess.run(
                 [sys.executable, "-c", FIRST_CALL], env=environment, capture_output=True, text=True, check=True

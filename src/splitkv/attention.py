@@ -16,6 +16,7 @@ from .policy import SplitPolicy, resolve_backend
 from .prepared import INTERPRET_VARIABLE, NO_KEY, CallMemo, FirstCall, call_key
 from .problem import DecodeProblem, DeviceSpec
 from .tiles import compute_dtype
+from .tuning import Schedule
 
 FP8_CAPABILITY = (8, 9)
 MAX_GRID_ROWS = 65_535  # CUDA's limit on a grid's third dimension
@@ -77,7 +78,23 @@ def decode_attention(
             q, k_cache, v_cache, seq_lens, block_table, softmax_scale, window, softcap, sinks, starts, mask, k_scale,
             v_scale, policy, backend, out, return_lse, workspace,
         )  # fmt: skip
-    options: dict[str, Any] = dict(
+    key: tuple[Any, ...] | None = None
+    try:
+        settings = (policy, backend, bool(return_lse))
+        key, addresses, uniform_len = call_key(
+            q, k_cache, v_cache, seq_lens, out, workspace, settings, block_table, softmax_scale, window, softcap, sinks,
+            starts, mask, k_scale, v_scale,
+        )  # fmt: skip
+        known = _CALLS.find(key, uniform_len)
+    except NO_KEY:
+        key = known = None
+    if known is not None:
+        return known.run(q, addresses, uniform_len, out, workspace)
+    inputs = check_inputs(
+        q,
+        k_cache,
+        v_cache,
+        seq_lens,
         block_table=block_table,
         softmax_scale=softmax_scale,
         window=window,
@@ -88,16 +105,6 @@ def decode_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    key: tuple[Any, ...] | None = None
-    try:
-        settings = (policy, backend, bool(return_lse))
-        key, addresses, uniform_len = call_key(q, k_cache, v_cache, seq_lens, out, workspace, settings, **options)
-        known = _CALLS.find(key, uniform_len)
-    except NO_KEY:
-        key = known = None
-    if known is not None:
-        return known.run(q, addresses, uniform_len, out, workspace)
-    inputs = check_inputs(q, k_cache, v_cache, seq_lens, **options)
     check_out(out, q, inputs.problem.v_head_dim)
     name = choose_backend(backend, inputs)
     plan = plan_for(inputs.problem, q.device, policy, name)
@@ -194,7 +201,11 @@ def _check_cuda(problem: DecodeProblem, device: torch.device) -> None:
 
 
 def plan_for(
-    problem: DecodeProblem, device: torch.device, policy: str | SplitPolicy, backend: str = "auto"
+    problem: DecodeProblem,
+    device: torch.device,
+    policy: str | SplitPolicy,
+    backend: str = "auto",
+    schedule: Schedule | None = None,
 ) -> DecodePlan:
     """The plan that a call on this device and backend uses. Raises TypeError, ValueError (no such policy)."""
     if not isinstance(policy, (str, SplitPolicy)):
@@ -204,7 +215,7 @@ def plan_for(
             "policy: expected a SplitPolicy or one of auto, waves, capacity, length, legacy, off, or a number of "
             f"splits, got {policy!r}"
         )
-    return plan_decode(problem, _device_spec(device), policy, backend)
+    return plan_decode(problem, _device_spec(device), policy, backend, schedule=schedule)
 
 
 @cache

@@ -17,13 +17,15 @@ from .plan import DecodePlan
 from .policy import SplitPolicy
 from .prepared import NO_KEY, CallMemo, FirstCall, call_key
 from .problem import DecodeProblem
+from .tuning import Schedule
 
 
 class DecodeAttention:
     """A plan and its workspace, made once and reused: for decode loops and CUDA graphs.
 
     problem: the shape of every call. policy: as in `decode_attention`. device: where (default: the current
-    CUDA device, else the CPU).
+    CUDA device, else the CPU). schedule: how the work is dealt out to blocks, which changes no byte (default: as tuned
+    for the GPU, tuning.py).
 
     `problem`, `plan`, `workspace_bytes` and `generation` are public, to be read. Each stream gets scratch of its own
     at its first call, and a captured graph takes its scratch from its own pool: no two streams, and no graph and
@@ -32,21 +34,28 @@ class DecodeAttention:
     """
 
     def __init__(
-        self, problem: DecodeProblem, policy: str | SplitPolicy = "auto", device: torch.device | str | None = None
+        self,
+        problem: DecodeProblem,
+        policy: str | SplitPolicy = "auto",
+        device: torch.device | str | None = None,
+        *,
+        schedule: Schedule | None = None,
     ) -> None:
         if not isinstance(problem, DecodeProblem):
             raise TypeError(f"problem: expected a DecodeProblem, got {type(problem).__name__}")
+        if schedule is not None and not isinstance(schedule, Schedule):
+            raise TypeError(f"schedule: expected a Schedule, got {type(schedule).__name__}")
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.empty(0, device=default if device is None else device).device
         self.problem = problem
-        self.plan = plan_for(problem, self.device, policy)
         self.generation = 0
-        self._policy = policy
+        self._policy, self._schedule = policy, schedule
+        self.plan = self._plan_for(problem)
         self._lock = threading.Lock()
         self._calls = CallMemo(64)
         self._variants: set[Hashable] = set()
         self._workspaces: dict[int, Tensor] = {}
-        self._scratch(self.plan)
+        self._scratch(self.workspace_bytes)
 
     @property
     def workspace_bytes(self) -> int:
@@ -94,7 +103,7 @@ class DecodeAttention:
             except NO_KEY:
                 key = known = None
             if known is not None:
-                return known.run(q, addresses, uniform_len, out, self._scratch(known.plan))
+                return known.run(q, addresses, uniform_len, out, self._scratch(known.workspace_bytes))
             inputs = check_inputs(q, k_cache, v_cache, seq_lens, **options)
             self._check_problem(inputs.problem)
             if q.device != self.device:
@@ -103,10 +112,8 @@ class DecodeAttention:
             name = choose_backend(backend, inputs)
             if inputs.problem != self.problem:
                 self._grow(inputs.problem)
-            plan = plan_for(
-                self.problem, self.device, self._policy, name
-            )  # not self.plan where `backend` asks for another
-            first = FirstCall(name, inputs, plan, q, out, return_lse, self._scratch(plan))
+            plan = self._plan_for(self.problem, name)  # not self.plan where `backend` asks for another
+            first = FirstCall(name, inputs, plan, q, out, return_lse, self._scratch(plan.workspace_bytes))
             if first.variant not in self._variants and capturing(self.device):
                 raise RuntimeError(
                     "run: expected a first call before the capture of a CUDA graph, as it compiles; got none of this"
@@ -141,13 +148,16 @@ class DecodeAttention:
                 f"run: expected tensors of {self.problem} inside the capture of a CUDA graph, got {problem}: call run "
                 "with them once before the capture, so that it can grow"
             )
-        plan = plan_for(problem, self.device, self._policy)
+        plan = self._plan_for(problem)
         if plan.workspace_bytes > self.plan.workspace_bytes:
             self._workspaces = {}
         self.problem, self.plan = problem, plan
         self.generation += 1
         self._calls.clear()
 
-    def _scratch(self, plan: DecodePlan) -> Tensor | None:
+    def _plan_for(self, problem: DecodeProblem, backend: str = "auto") -> DecodePlan:
+        return plan_for(problem, self.device, self._policy, backend, self._schedule)
+
+    def _scratch(self, workspace_bytes: int) -> Tensor | None:
         """Scratch for a call on the current stream; None inside a capture, where it comes from the graph's pool."""
-        return None if not plan.splits or capturing(self.device) else self._workspace(plan.workspace_bytes)
+        return None if workspace_bytes == 0 or capturing(self.device) else self._workspace(workspace_bytes)

@@ -8,7 +8,6 @@ and skipped while a CUDA graph is being captured.
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 
 import torch
 
@@ -22,7 +21,9 @@ def capturing(device: torch.device) -> bool:
     """Whether the device's current stream is being captured into a CUDA graph."""
     if device.type != "cuda":
         return False
-    with torch.cuda.device(device) if device.index != torch.cuda.current_device() else nullcontext():
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 
 

@@ -27,26 +27,18 @@ from .policy import (
     resolve_backend,
     resolve_policy,
 )
-from .problem import DTYPE_BYTES, DecodeProblem, DeviceSpec
+from .problem import DTYPE_BYTES, KIB, DecodeProblem, DeviceSpec
 from .tiles import (
-    CUDA_BLOCKS_PER_SM,
     TileConfig,
+    cuda_shared,
     cuda_splits_per_block,
     cuda_tile,
     most_splits_per_block,
     runs_on_cuda,
     tile_config,
+    triton_stages,
 )
-
-UNITS_PER_SM = 16
-"""Units a loaded GPU is given per SM: enough that uneven rows even out, few enough that starts stay cheap."""
-CUDA_UNITS_PER_SM = 32
-"""The same on backend "cuda", whose blocks take equal shares of consecutive units: 16 each, to be nearly equal."""
-CUDA_LOADED_SPLITS_PER_SM = 4
-"""Splits per SM above which backend "cuda" joins splits in its blocks."""
-CUDA_LEAST_RUN_BYTES = 192 << 10
-"""K and V of a unit then, at least, where rows are that long: below that, writing and merging parts takes longer
-than uneven shares cost."""
+from .tuning import Schedule, lookup
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,8 @@ class DecodePlan:
     num_splits, split_len: of a row at capacity. max_splits: most splits of any shorter row. max_run: most
     splits that one block joins by itself (1: the schedule is one split per block). target_units: units per
     KV head that a loaded launch is cut into. max_units: partial results per query head that the workspace
-    holds. rows_per_block: query vectors per block, `row_blocks` blocks per KV head.
+    holds. rows_per_block: query vectors per block, `row_blocks` blocks per KV head. schedule, schedule_source: what the
+    last three follow from, and which table or default it is of (tuning.py).
     """
 
     problem: DecodeProblem
@@ -74,6 +67,8 @@ class DecodePlan:
     target_units: int
     max_units: int
     rows_per_block: int
+    schedule: Schedule
+    schedule_source: str
 
     @property
     def row_blocks(self) -> int:
@@ -85,16 +80,26 @@ class DecodePlan:
         cuda (KV heads x row blocks, blocks, 1): blocks take units until there are none."""
         heads = self.problem.num_kv_heads * self.row_blocks
         if self.backend == "cuda":
-            blocks = max(CUDA_BLOCKS_PER_SM * self.device.sm_count // heads, 1)
+            blocks = max(self.schedule.blocks_per_sm * self.device.sm_count // heads, 1)
             return (heads, min(blocks, self.max_units), 1)
         if self.max_run > 1:
             return (self.max_units, heads, 1)
         return (max(self.max_splits, 1), heads, self.problem.batch)
 
     @property
+    def num_stages(self) -> int:
+        """Tiles in flight: the tile's own number and what the schedule adds to it."""
+        more = self.schedule.more_stages
+        if self.backend == "cuda":
+            blocks = self.schedule.blocks_per_sm
+            return cuda_shared(self.problem, self.tile.block_m, self.device, blocks, more)[0]
+        return triton_stages(self.tile, self.problem, self.device, more)
+
+    @property
     def least_run_keys(self) -> int:
         """Keys that a run has at least, whatever the load, where max_run allows: it takes more splits until it does."""
-        return CUDA_LEAST_RUN_BYTES // self.problem.kv_bytes_per_key if self.backend == "cuda" else 0
+        least_bytes = self.schedule.least_run_kib * KIB
+        return least_bytes // self.problem.kv_bytes_per_key if self.backend == "cuda" else 0
 
     @property
     def splits(self) -> bool:
@@ -149,11 +154,11 @@ class DecodePlan:
                 f"splits          {self.num_splits} of {self.split_len} keys at {problem.capacity} keys",
                 f"rule            max({self.rule.min_len}, ceil(keys / {self.rule.target}) "
                 f"in multiples of {self.rule.quantum})",
-                f"schedule        {schedule}",
+                f"schedule        {schedule} ({self.schedule_source})",
                 f"backend         {self.backend}",
                 f"grid            {self.grid}, {self.waves:.2f} blocks per SM",
                 f"tile            {tile.block_n} keys x {tile.block_m} query vectors, {tile.num_warps} warps, "
-                f"{tile.num_stages} stages, products in {tile.compute}",
+                f"{self.num_stages} stages, products in {tile.compute}",
                 f"workspace       {self.workspace_bytes} bytes",
                 f"bytes read      {problem.kv_bytes()}",
                 f"floor           {floor}",
@@ -163,21 +168,33 @@ class DecodePlan:
 
 
 def plan_decode(
-    problem: DecodeProblem, device: DeviceSpec, policy: str | SplitPolicy = "auto", backend: str = "auto"
+    problem: DecodeProblem,
+    device: DeviceSpec,
+    policy: str | SplitPolicy = "auto",
+    backend: str = "auto",
+    *,
+    schedule: Schedule | None = None,
 ) -> DecodePlan:
     """The plan for a problem on a device. SPLITKV_POLICY overrides `policy`; SPLITKV_GQA_PACK=0 gives every query
     head blocks of its own. backend: auto takes SPLITKV_BACKEND where that is set, else cuda where it can run, else
     triton (on a CPU: cpu); any other name plans for that backend. Calls on this machine use the plan of
-    DeviceSpec.current(). Raises ValueError where backend cuda cannot take the problem."""
+    DeviceSpec.current(). schedule: None takes the tuned or default one (tuning.py). Raises ValueError where backend
+    cuda cannot take the problem."""
     chosen, from_environment = resolve_policy(policy)
     wanted = parse_switch(os.environ.get(PACK_VARIABLE, ""), declared=True)
     packed = packs_gqa(problem.num_q_heads, problem.num_kv_heads, problem.head_dim, enabled=wanted)
-    return _plan(problem, device, chosen, from_environment, packed, resolve_backend(backend))
+    return _plan(problem, device, chosen, from_environment, packed, resolve_backend(backend), schedule)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    problem: DecodeProblem, device: DeviceSpec, policy: SplitPolicy, from_environment: bool, packed: bool, backend: str
+    problem: DecodeProblem,
+    device: DeviceSpec,
+    policy: SplitPolicy,
+    from_environment: bool,
+    packed: bool,
+    backend: str,
+    given: Schedule | None,
 ) -> DecodePlan:
     rule = policy.rule(problem, device)
     split_len, num_splits = rule.split(problem.capacity)
@@ -191,8 +208,10 @@ def _plan(
             if device.compiles_cuda
             else f"backend: cuda expects cuda-bindings and NVRTC, which {device.name} has not"
         )
+    name = "cuda" if on_cuda else "cpu" if device.is_cpu else "triton"
     tile = (cuda_tile if on_cuda else tile_config)(problem, rows, device)
-    max_run, target_units = _schedule(problem, device, rule, tile, max_splits, on_cuda)
+    schedule, source = lookup(problem, rows, device, name) if given is None else (given, "as given")
+    max_run, target_units = _schedule(problem, device, rule, tile, max_splits, on_cuda, schedule)
     return DecodePlan(
         problem=problem,
         device=device,
@@ -200,7 +219,7 @@ def _plan(
         from_environment=from_environment,
         rule=rule,
         tile=tile,
-        backend="cuda" if on_cuda else "cpu" if device.is_cpu else "triton",
+        backend=name,
         num_splits=max(num_splits, 1),
         split_len=split_len,
         max_splits=max_splits,
@@ -208,22 +227,30 @@ def _plan(
         target_units=target_units,
         max_units=_max_units(problem.batch, max_splits, max_run, target_units),
         rows_per_block=min(rows, tile.block_m),
+        schedule=schedule,
+        schedule_source=source,
     )
 
 
 def _schedule(
-    problem: DecodeProblem, device: DeviceSpec, rule: SplitRule, tile: TileConfig, max_splits: int, on_cuda: bool
+    problem: DecodeProblem,
+    device: DeviceSpec,
+    rule: SplitRule,
+    tile: TileConfig,
+    max_splits: int,
+    on_cuda: bool,
+    schedule: Schedule,
 ) -> tuple[int, int]:
     """(max_run, target_units). Runs pay only under load, and on Triton need tiles that end where splits end."""
     heads = 1 if device.is_cpu else problem.num_kv_heads
     sm_count = max(device.sm_count, 1)
-    target_units = ceil_div((CUDA_UNITS_PER_SM if on_cuda else UNITS_PER_SM) * sm_count, heads)
-    loaded = ceil_div(CUDA_LOADED_SPLITS_PER_SM * sm_count, heads) if on_cuda else target_units
-    if problem.batch * max_splits <= loaded:
+    target_units = ceil_div(schedule.units_per_sm * sm_count, heads)
+    if problem.batch * max_splits <= ceil_div(schedule.loaded_splits_per_sm * sm_count, heads):
         return 1, target_units
     if on_cuda:
-        return cuda_splits_per_block(tile, problem), target_units
-    return 1 if rule.quantum % tile.block_n else most_splits_per_block(tile, problem), target_units
+        return min(cuda_splits_per_block(tile, problem), schedule.max_run), target_units
+    most = 1 if rule.quantum % tile.block_n else most_splits_per_block(tile, problem)
+    return min(most, schedule.max_run), target_units
 
 
 def _max_units(batch: int, max_splits: int, max_run: int, target_units: int) -> int:

@@ -13,6 +13,8 @@ from .problem import DTYPE_BYTES, KIB, DecodeProblem, DeviceSpec
 
 TENSOR_CORE_ROWS, MAX_BLOCK_ROWS, MAX_F32_ROWS = 16, 64, 8
 F32_TILE_BYTES = 8 * KIB
+SPARE_BYTES = 16 * KIB
+"""Shared memory of a Triton block besides its tiles in flight: the queries, sums between warps, page ids."""
 LATENT_HEAD_DIM = 576
 MAX_LATENT_ROWS, LATENT_TILE_BYTES = 32, 112 * KIB
 """Absorbed MLA: 32 query vectors beside 1,088 columns fill the registers of eight warps, and 32 keys this much shared
@@ -101,6 +103,17 @@ def _latent_tile(problem: DecodeProblem, rows: int, device: DeviceSpec, compute:
     return TileConfig(block_m, block_n, 8, num_stages, compute, more)
 
 
+def triton_stages(tile: TileConfig, problem: DecodeProblem, device: DeviceSpec, more_stages: int) -> int:
+    """num_stages for `more_stages` tiles in flight beyond the tile's own number, as far as shared memory holds them."""
+    if more_stages == 0:
+        return tile.num_stages
+    per_tile = 2 if problem.page_size is not None and tile.block_n < 32 * tile.num_warps else 1  # as in tile_config
+    tile_bytes = tile.block_n * padded_dims(problem) * DTYPE_BYTES[problem.kv_dtype]
+    fitting = (device.shared_memory_bytes - SPARE_BYTES) // tile_bytes
+    own = -(-tile.num_stages // per_tile)
+    return max(min(own + more_stages, max(fitting, own)), 2) * per_tile - (per_tile - 1)
+
+
 def most_splits_per_block(tile: TileConfig, problem: DecodeProblem) -> int:
     """Splits that a block may join by itself, 1, 4 or 16: every factor of four holds one more set of sums in
     registers, and none may spill (tests/kernels/test_compile.py)."""
@@ -165,14 +178,21 @@ def cuda_warp_keys(problem: DecodeProblem) -> int:
     return 16 if not fp8 and max(problem.head_dim, problem.v_head_dim) > 128 else 32
 
 
-def cuda_shared(problem: DecodeProblem, columns: int, device: DeviceSpec) -> tuple[int, int]:
-    """(stages of a warp's ring, bytes): sizeof(Shared) of backends/cuda_shape.cuh, with as many stages as let two
-    blocks share an SM, or the two that are needed."""
+def cuda_shared(
+    problem: DecodeProblem,
+    columns: int,
+    device: DeviceSpec,
+    blocks_per_sm: int = CUDA_BLOCKS_PER_SM,
+    more_stages: int = 0,
+) -> tuple[int, int]:
+    """(stages of a warp's ring, bytes): sizeof(Shared) of backends/cuda_shape.cuh, with as many stages as let the
+    blocks of an SM share it, up to CUDA_MAX_STAGES and more_stages, or the two that are needed."""
     row_chunks = [dim * DTYPE_BYTES[problem.kv_dtype] // 16 for dim in (problem.head_dim, problem.v_head_dim)]
     stage = cuda_warp_keys(problem) * 16 * max(n | 1 if n % 8 else n for n in row_chunks) + 4
-    half = (device.shared_memory_bytes + BLOCK_RESERVE_BYTES) // CUDA_BLOCKS_PER_SM - BLOCK_RESERVE_BYTES
+    share = (device.shared_memory_bytes + BLOCK_RESERVE_BYTES) // blocks_per_sm - BLOCK_RESERVE_BYTES
     rest = columns * problem.head_dim * 2 + CUDA_WARPS * (8 * columns + 4)
     if columns * problem.v_head_dim >= 8 * 256:  # registers are short: a part is kept here
         rest += 4 * columns * problem.v_head_dim + 8 * 32 * CUDA_WARPS
-    stages = max(min((half - rest) // (CUDA_WARPS * stage), CUDA_MAX_STAGES), 2)
+    fitting = (share - rest) // (CUDA_WARPS * stage)
+    stages = max(min(fitting, min(fitting, CUDA_MAX_STAGES) + more_stages), 2)
     return stages, -(-(CUDA_WARPS * stages * stage + rest) // 16) * 16

@@ -79,13 +79,12 @@ def _growing_scratch(patch: pytest.MonkeyPatch) -> None:
     """One buffer for all objects, replaced when one needs more."""
     shared = [torch.empty(0, dtype=torch.uint8)]
 
-    def get(self: splitkv.DecodeAttention, plan: DecodePlan | None = None) -> torch.Tensor:
-        size = (plan or self.plan).workspace_bytes
+    def get(self: splitkv.DecodeAttention, size: int) -> torch.Tensor:
         if shared[0].numel() < size:
             shared[0] = torch.empty(size, dtype=torch.uint8, device=self.device)
         return shared[0].to(self.device)
 
-    patch.setattr(splitkv.DecodeAttention, "workspace", property(get, lambda self, _: None), raising=False)
+    patch.setattr(splitkv.DecodeAttention, "workspace", property(lambda self: get(self, self.workspace_bytes)))
     patch.setattr(splitkv.DecodeAttention, "_scratch", get, raising=False)  # where captures would get their own
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from commandline import script
 
+from splitkv.bench.e2e_source import SMOLLM2
 from splitkv.models.geometries import GEOMETRIES
 
 TINY = {
@@ -51,7 +52,7 @@ def test_a_run_prints_a_table_and_writes_the_file_that_its_command_re_creates(mo
 
 def test_the_list_names_the_geometries_and_runs_nothing() -> None:
     done = script("bench", "e2e", "--list", "--device", "cpu")
-    assert done.returncode == 0 and done.stdout.split() == list(GEOMETRIES)
+    assert done.returncode == 0 and done.stdout.split() == [*GEOMETRIES, SMOLLM2]
 
 
 def test_nothing_to_measure_is_exit_1_with_the_reason(model: Path, tmp_path: Path) -> None:

@@ -78,3 +78,9 @@ def test_plan_measures_a_current_device_without_a_datasheet(monkeypatch: pytest.
     monkeypatch.setattr(planning, "CURRENT_SWEEP_BYTES", 8 << 20)
     record = json.loads(run(*PLAN, "--json")[1])
     assert record["device"]["measured"] is True and record["floor_us"] > 0
+
+
+def test_a_backend_that_cannot_take_the_call_is_exit_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPLITKV_BACKEND", "cuda")
+    code, out, err = run(*PLAN, "--device", "h200", "--kv-dtype", "f32")
+    assert (code, out) == (2, "") and "backend: cuda takes 16-bit products" in " ".join(err.replace("│", " ").split())

@@ -225,7 +225,7 @@ def test_a_wrong_attention_flips_tokens_and_cannot_explain_them(decoder: Decoder
             assert flip["explained"] is None
             continue
         assert flip["explained"] is False
-        assert flip["unsplit_error"] > flip["error_allowed"] > flip["split_error"]
+        assert flip["unsplit_rms"] > flip["rms_allowed"] > flip["split_rms"]
         assert flip["float64_token"] == flip["split_token"]
 
 

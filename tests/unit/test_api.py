@@ -45,12 +45,12 @@ SIGNATURES = {
     reference_attention: f"({CALL}policy=None, backend=None, out=None, return_lse=False, workspace=None, "
     "return_scores=False)",
     splitkv.merge_states: "(outs, lses)",
-    plan_decode: "(problem, device, policy='auto', backend='auto')",
+    plan_decode: "(problem, device, policy='auto', backend='auto', *, schedule=None)",
     workspace_bytes: "(problem, device, policy='auto')",
     splitkv.plan_memory: "(model, context, *, generated=0, free_bytes, total_bytes=None, unified=False, "
     "kv_dtypes=('f32', 'f16'), workspace_bytes=0, batch=1)",
     splitkv.MemoryPlan.largest_context: "(self, kv_dtype)",
-    DecodeAttention: "(problem, policy='auto', device=None)",
+    DecodeAttention: "(problem, policy='auto', device=None, *, schedule=None)",
     DecodeAttention.run: "(self, q, k_cache, v_cache, seq_lens, *, backend='auto', out=None, return_lse=False, "
     "**options)",
     SplitPolicy.auto: "()",

@@ -187,7 +187,9 @@ def test_peers_that_are_not_installed_say_so() -> None:
 
 
 def test_contenders_are_chosen_by_name_and_ours_always_runs() -> None:
-    assert [contender.name for contender in peers.choose_contenders("cpu")] == [OURS, "sdpa"]
+    assert [contender.name for contender in peers.choose_contenders("cpu")] == [OURS, "sdpa", "llama.cpp"]
     assert [contender.name for contender in peers.choose_contenders("cuda", "flex")] == [OURS, "flex"]
-    with pytest.raises(ValueError, match="with: expected some of splitkv, sdpa, joined by commas, got 'flex'"):
+    with pytest.raises(
+        ValueError, match="with: expected some of splitkv, sdpa, llama.cpp, joined by commas, got 'flex'"
+    ):
         peers.choose_contenders("cpu", "flex")

@@ -13,7 +13,7 @@ from splitkv.bench import e2e_report, report
 from splitkv.bench.summary import OURS, UNSPLIT
 
 RUNGS = Path(__file__).resolve().parents[2] / "results" / "h200" / "rungs.json"
-FLIP = {"row": 0, "step": 3, "margin": 0.01, "split_error": 0.02, "unsplit_error": 0.03, "explained": True}
+FLIP = {"row": 0, "step": 3, "margin": 0.01, "split_rms": 0.02, "unsplit_rms": 0.03, "explained": True}
 DEPTHS = (4096, 60_000, 262_080)
 
 
@@ -34,7 +34,13 @@ def e2e_file(folder: Path) -> Path:
     rows[0] |= {"tokens_identical": False, "flips": [FLIP]}
     nothing = {"ms_per_token": None, "percent_of_floor": None, "tokens_s": None, "passed": False}
     rows[2] |= nothing
-    kernels = [{"name": f"kernel_{n}<bf16>", "us_per_step": 900 / (n + 1), "per_step": 32} for n in range(20)]
+    stored = {"kv_dtype": "q8_0", "weights": None, "ms_per_token": 33.33}
+    rows += [row("qwen3.5-9b", "fp8_e4m3", 1, depth, "llama.cpp") | stored for depth in DEPTHS]
+    rows.append(rows[-1] | {"weights": "q4_1", "ms_per_token": 44.44})  # from another file than ours
+    kernels = [
+        {"name": f"kernel_{n}<bf16>", "added_us": 900 / (n + 1), "us": 1000 / (n + 1), "launches": 32}
+        for n in range(20)
+    ]
     profile = {
         "geometry": "qwen3.5-9b",
         "kv_dtype": "bf16",
@@ -70,6 +76,7 @@ def test_the_page_tells_every_depth_and_escapes_what_it_quotes(tmp_path: Path) -
     page = report.page([record], {record.name: []})
     assert page.count("<tr") == 1 + 2 + 24  # a head, two geometries, 24 depths with both contenders in a line
     assert "failed" in page and "1 of 1 flip" in page and "margin 0.01 in float64" in page and "explained" in page
+    assert page.count("33.33") == 3 and "44.44" not in page
     assert "1 GB &gt; &lt;what is free&gt;" in page and "relative difference up to 2.5e-01" in page
 
 

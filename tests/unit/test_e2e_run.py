@@ -7,12 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from splitkv.bench import e2e, e2e_rows, e2e_timing, machine, record
+from splitkv.bench import (
+    e2e,
+    e2e_llamacpp,
+    e2e_peers,
+    e2e_rows,
+    e2e_source,
+    e2e_timing,
+    e2e_transformers,
+    machine,
+    record,
+)
 from splitkv.bench.e2e import E2eOptions, run_e2e
+from splitkv.bench.e2e_source import open_source
 from splitkv.bench.failures import DeviceBroken
 from splitkv.bench.roofline import Bandwidth
 from splitkv.bench.summary import OURS, UNSPLIT
+from splitkv.models.config import DecoderConfig
+from splitkv.models.decoder import Decoder
+from splitkv.models.gguf_export import write_gguf
 
 TINY = {
     "model_type": "qwen3_5_text", "vocab_size": 500, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -93,8 +108,8 @@ def test_the_profile_is_of_the_least_and_the_greatest_depth(tiny: str) -> None:
     for profile in result["profiles"]:
         kernels = profile["kernels"]
         assert 0 < len(kernels) <= e2e_timing.TOP_KERNELS and profile["step_us"] == 2000
-        assert [k["us_per_step"] for k in kernels] == sorted((k["us_per_step"] for k in kernels), reverse=True)
-        total = profile["other_us"] + sum(kernel["us_per_step"] for kernel in kernels)
+        assert [k["added_us"] for k in kernels] == sorted((k["added_us"] for k in kernels), reverse=True)
+        total = profile["other_us"] + sum(kernel["added_us"] for kernel in kernels)
         assert total == pytest.approx(profile["busy_us"])
         assert any(kernel["name"].startswith(("aten::mm", "aten::bmm")) for kernel in kernels)
 
@@ -123,7 +138,7 @@ def test_what_does_not_fit_is_left_out_with_the_sum_before_anything_is_made(
         raise AssertionError("weights were made for a model that does not fit")
 
     monkeypatch.setattr(machine, "memory_bytes", lambda device: (1 << 20, 1 << 30))
-    monkeypatch.setattr(e2e, "random_weights", nothing)
+    monkeypatch.setattr(e2e_source, "random_weights", nothing)
     result = run(tiny)
     assert result["rows"] == [] and result["failed_rows"] == 0 and len(result["not_measured"]) == 8
     assert all("refused, co_tenant" in entry["reason"] for entry in result["not_measured"])
@@ -291,3 +306,58 @@ def test_as_many_samples_as_fit_the_budget(budget_s: float, least: int, samples:
     loop = Counted()
     found = e2e_timing.step_times(loop, loop.begin, budget_s, least, 1000.0)  # type: ignore[arg-type]
     assert (len(found), loop.begun, loop.steps) == (samples, samples, samples * e2e_timing.run_length("cpu"))
+
+
+def test_a_kernel_adds_what_no_other_was_running_in() -> None:
+    """b starts early and waits for a; c lies within b; a second step, then nothing."""
+    spans = [("a", 0, 10), ("b", 4, 16), ("c", 12, 14), ("a", 20, 30), ("b", 24, 36), ("c", 32, 34)]
+    found = e2e_timing.kernel_times([e2e_timing.Span(*span) for span in reversed(spans)], 2)
+    assert found["kernels"] == [
+        {"name": "a", "added_us": 10, "us": 10, "launches": 1},
+        {"name": "b", "added_us": 6, "us": 12, "launches": 1},
+        {"name": "c", "added_us": 0, "us": 2, "launches": 1},
+    ]
+    assert (found["busy_us"], found["other_us"], found["launches"]) == (16, 0, 3)
+
+
+def test_peers_that_are_not_there_are_not_measured(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (e2e_llamacpp, e2e_transformers):
+        monkeypatch.setattr(module, "installed", lambda name: False)
+    result = run(tiny, depths=(24, 300), kv_dtypes=("f16",), batches=(1,), peers=("llama.cpp", "transformers"))
+    assert result["failed_rows"] == 0 and {row["contender"] for row in result["rows"]} == {OURS, UNSPLIT}
+    found = {(entry["contender"], entry["depth"]): entry["reason"] for entry in result["not_measured"]}
+    assert found == {
+        (name, depth): reason
+        for name, reason in (("llama.cpp", e2e_llamacpp.ABSENT), ("transformers", e2e_transformers.ABSENT))
+        for depth in (24, 300)
+    }
+    assert result["contenders"].keys() == {OURS, UNSPLIT, "llama.cpp", "transformers"}
+
+
+def test_other_logits_fail_the_peers_rows(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"contender": "llama.cpp", "kv_dtype": "q8_0", "depth": 300, "ms_per_token": 4.0}
+    times = {"version": "1", "system": "", "method": "", "rows": [row], "not_measured": []}
+    monkeypatch.setattr(
+        e2e_peers, "time_llamacpp", lambda *given: {**times, "rows": [dict(row)], "logits": torch.randn(5, 500)}
+    )
+    result = run(tiny, depths=(300,), kv_dtypes=("fp8_e4m3",), batches=(1,), peers=("llama.cpp",))
+    theirs = result["rows"][-1]
+    assert theirs["contender"] == "llama.cpp" and not theirs["passed"] and result["failed_rows"] == 1
+    check = result["geometries"][tiny]["peers"]["llama.cpp"]["logits"]
+    assert check["relative"] > 0.5 and not check["passed"]
+    weights = result["geometries"][tiny]["weights_read_bytes"]
+    states = 2 * 3 * (2 * 16 * 16 * 4 + 4 * 96 * 2)  # as the capacity check counts them: 4 inputs of 96 channels
+    assert theirs["floor_ms"] == pytest.approx((weights + 300 * 2 * 2 * 16 * 34 / 32 + states) / 1e9 * 1e3, rel=1e-2)
+
+
+def test_a_gguf_file_brings_its_own_weights(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    file = tmp_path / "m.gguf"
+    decoder = Decoder(DecoderConfig.from_config({**TINY, "linear_value_head_dim": 16}, "test"), torch.float32, "cpu")
+    decoder.randomise(3)
+    write_gguf(decoder, file)
+    result = run(str(file), depths=(24,), kv_dtypes=("f16",), batches=(1,))
+    assert result["failed_rows"] == 0 and len(result["rows"]) == 2
+    assert result["geometries"][str(file)]["weights"] == "m.gguf in f32"
+    loaded = open_source(str(file), "f32", 0).decoder("cpu", 0)
+    assert torch.equal(loaded.embedding, decoder.embedding)

@@ -47,6 +47,14 @@ def test_a_case_follows_from_seed_and_index(pool: int | None) -> None:
     assert all(Case.from_json(case.to_json()) == case for case in cases)
 
 
+def test_pooled_cases_do_not_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [draw_case(5, index, 30) for index in range(30)]
+    for backend in ("triton", "cuda"):
+        monkeypatch.setenv("SPLITKV_BACKEND", backend)
+        draw._pooled.cache_clear()
+        assert [draw_case(5, index, 30) for index in range(30)] == cases
+
+
 def test_the_whole_argument_space_is_drawn() -> None:
     cases = [draw_case(0, index) for index in range(3000)]
     features = Counter(feature for case in cases for feature in case.features())

@@ -1,8 +1,8 @@
 """Imports point one way, and `import splitkv` is quick, quiet and needs only torch.
 
-problem <- policy <- plan <- checks <- prepared -> backends, then attention, decode_loop and ops on top. reference
-imports nothing of ours; bench, integrations, models and the command line use the public names and the modules without
-torch.
+problem <- tuning, policy <- plan <- checks <- prepared -> backends, then attention, decode_loop and ops on top.
+reference imports nothing of ours; bench, integrations, models and the command line use the public names and the modules
+without torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "splitkv"
 
-PURE = {"problem", "tiles", "policy", "plan"}
+PURE = {"problem", "tiles", "tuning", "policy", "plan", "whole_file"}
 PUBLIC = {"splitkv", *PURE}  # "splitkv" stands for the package itself, that is its public names
 CORE = {*PURE, "checks", "reference", "ops", "attention", "decode_loop", "backends", "cache"}
 
@@ -29,9 +29,11 @@ ALLOWED: dict[str, set[str]] = {
     "splitkv": CORE,
     "problem": set(),
     "tiles": {"problem"},
+    "tuning": {"problem"},
     "policy": {"problem", "tiles"},
-    "plan": {"problem", "tiles", "policy"},
+    "plan": {"problem", "tiles", "tuning", "policy"},
     "reference": set(),
+    "whole_file": set(),
     "checks": PURE,
     "device_checks": {*PURE, "checks"},
     "backends": PURE,
@@ -48,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": {"splitkv", *CORE},
 }
 # At import; a function may still look at the current device.
-NO_TORCH = ("problem", "tiles", "policy", "plan", "cache.memory", "cache.models")
+NO_TORCH = ("problem", "tiles", "tuning", "policy", "plan", "whole_file", "cache.memory", "cache.models")
 
 
 def module_name(path: Path) -> str:

@@ -3,6 +3,7 @@
 import json
 import math
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -158,3 +159,11 @@ def test_other_processes_are_measured_and_our_own_work_is_not() -> None:
         pass
     cores = neighbours.cores()
     assert cores is not None and 0 <= cores < machine.usable_cores()
+
+
+def test_a_child_that_ended_is_our_own() -> None:
+    before = machine.Neighbours._reading()
+    work = "import time\nwhile time.process_time() < 0.4: pass"
+    subprocess.run([sys.executable, "-c", work], check=True)
+    after = machine.Neighbours._reading()
+    assert before is not None and after is not None and after[2] - before[2] >= 0.35

@@ -1,11 +1,9 @@
-"""Where compiled kernels are kept, and how files get there whole."""
+"""Where compiled kernels are kept."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -21,16 +19,3 @@ def cache_directory() -> Path:
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         pass
     return Path(tempfile.mkdtemp(prefix="splitkv-"))
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` to write, which takes its place at the end: no reader ever sees half of it. It is
-    removed where the block fails. Raises OSError."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=".tmp")
-    os.close(handle)
-    try:
-        yield Path(temporary)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)

@@ -15,7 +15,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cache_files import cache_directory, whole_file
+from ..whole_file import whole_file
+from .cache_files import cache_directory
 
 SOURCE = Path(__file__).with_name("cpu_kernel.c")
 HEADERS = ("cpu_call.h", "cpu_rows.h", "cpu_tile.h", "cpu_tree.h", "cpu_vec.h")

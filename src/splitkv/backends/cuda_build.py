@@ -1,6 +1,6 @@
 """Compile the CUDA kernels with NVRTC, once per machine and variant, and load them. Needs no nvcc and no headers.
 
-Cubins are cached under a hash of everything that shapes them and moved into place whole (cache_files.py).
+Cubins are cached under a hash of everything that shapes them and moved into place whole (whole_file.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .cache_files import cache_directory, whole_file
+from ..whole_file import whole_file
+from .cache_files import cache_directory
+from .cuda_driver import checked, take_context
 
 SOURCES = {
     "split": ("cuda_common.cuh", "cuda_shape.cuh", "cuda_load.cuh", "cuda_tile.cuh", "cuda_split.cu"),
@@ -33,22 +35,22 @@ def compile_cubin(name: str, defines: Defines, capability: tuple[int, int]) -> b
 
     source = "\n".join(Path(__file__).with_name(file).read_text() for file in SOURCES[name])
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *OPTIONS, *(f"-D{k}={v}" for k, v in defines)]
-    version = _checked(nvrtc.nvrtcVersion())
+    version = checked(nvrtc.nvrtcVersion())
     digest = hashlib.sha256(repr((source, options, version)).encode()).hexdigest()[:24]
     path = cache_directory() / f"cuda-{name}-{digest}.cubin"
     if path.exists():
         return path.read_bytes()
-    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), f"cuda_{name}.cu".encode(), 0, [], []))[0]
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), f"cuda_{name}.cu".encode(), 0, [], []))[0]
     try:
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])[0]
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))[0]
-            _checked(nvrtc.nvrtcGetProgramLog(program, log))
+            log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))[0]
+            checked(nvrtc.nvrtcGetProgramLog(program, log))
             raise RuntimeError(
                 f"cuda_{name}.cu does not compile for sm_{capability[0]}{capability[1]}: {log.decode().strip()}"
             )
-        cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))[0]
-        _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+        cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))[0]
+        checked(nvrtc.nvrtcGetCUBIN(program, cubin))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     with whole_file(path) as temporary:
@@ -58,25 +60,19 @@ def compile_cubin(name: str, defines: Defines, capability: tuple[int, int]) -> b
 
 @cache
 def load_kernel(name: str, defines: Defines, capability: tuple[int, int], device: int, shared_bytes: int) -> Kernel:
-    """The kernel on a device whose context is current, with room for this much dynamic shared memory."""
+    """The kernel on a device, which must be the current one, with room for this much dynamic shared memory."""
     from cuda.bindings import driver
 
-    module = _checked(driver.cuModuleLoadData(compile_cubin(name, defines, capability)))[0]
-    function = _checked(driver.cuModuleGetFunction(module, f"{name}_kernel".encode()))[0]
+    take_context(device)
+    module = checked(driver.cuModuleLoadData(compile_cubin(name, defines, capability)))[0]
+    function = checked(driver.cuModuleGetFunction(module, f"{name}_kernel".encode()))[0]
     attributes = driver.CUfunction_attribute
     if shared_bytes:
-        _checked(
+        checked(
             driver.cuFuncSetAttribute(
                 function, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes
             )
         )
     # One division of an SM's memory for all kernels: changing it between two would wait for the SM to empty.
-    _checked(driver.cuFuncSetAttribute(function, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100))
+    checked(driver.cuFuncSetAttribute(function, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100))
     return function
-
-
-def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What follows the status of a driver or compiler call. Raises RuntimeError where that is not success."""
-    if result[0].value:
-        raise RuntimeError(f"CUDA: {result[0].name}")
-    return result[1:]

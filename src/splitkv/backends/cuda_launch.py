@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -14,11 +13,12 @@ from ..plan import DecodePlan
 from ..tiles import cuda_shared
 from . import TENSORS
 from .cuda_build import Defines, load_kernel
+from .cuda_driver import Launches, launch_config
 from .launching import steps
 
 PARAMS = struct.Struct("=14q22q17i3f")
 """cuda_common.cuh's Params, field by field."""
-POINTERS, LENGTH_AT = struct.Struct("=14q"), struct.calcsize("=14q22q")
+LENGTH_AT = struct.calcsize("=14q22q")
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3, torch.float32: 4}
 BOOL_MASK, NO_MASK = 5, 6
 MERGE_COLUMNS = 64
@@ -27,7 +27,7 @@ MERGE_WARPS, MERGE_WARPS_LOADED = 16, 8
 INT32_MAX = 2**31 - 1
 """Lengths and capacities are 32-bit in the kernels: keys past this one are none that memory holds."""
 STREAMS = 16
-"""Streams whose launch configurations one prepared call keeps."""
+"""Streams whose launches one prepared call keeps."""
 WORKSPACE = TENSORS.index("workspace")
 
 
@@ -89,7 +89,9 @@ class CudaLaunch:
             ("WIDE_LENS", int(wide_lens)),
         )
         columns = plan.tile.block_m
-        stages, self._shared_bytes = cuda_shared(problem, columns, plan.device)
+        stages, self._shared_bytes = cuda_shared(
+            problem, columns, plan.device, plan.schedule.blocks_per_sm, plan.schedule.more_stages
+        )
         self._split: Defines = (
             *common,
             ("D", problem.head_dim),
@@ -108,7 +110,7 @@ class CudaLaunch:
         tasks = problem.batch * vectors * -(-problem.v_head_dim // MERGE_COLUMNS)
         per_block = 1 if plan.max_run == 1 else MERGE_WARPS_LOADED
         self._merge_grid = (-(-tasks // per_block), 1, 1)
-        self._configs: dict[int, list[tuple[Any, Any]]] = {}
+        self._free: dict[int, list[Launches]] = {}
         self.variant: Hashable = (self._split, self._merge if plan.splits else None)
 
     def __call__(self, addresses: Sequence[int], uniform_len: int) -> None:
@@ -119,48 +121,33 @@ class CudaLaunch:
                 self._launch(addresses, uniform_len)
 
     def _launch(self, addresses: Sequence[int], uniform_len: int) -> None:
-        from cuda.bindings.driver import cuLaunchKernelEx
+        free = self._free.get(stream := torch._C._cuda_getCurrentRawStream(self._device))
+        if free is None:
+            free = self._add_stream(stream)
+        try:
+            launches = free.pop()
+        except IndexError:  # no thread launches this call on this stream right now, or all do
+            launches = self._launches(stream)
+        launches((*addresses, addresses[WORKSPACE] + self._offset), uniform_len)
+        free.append(launches)
 
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        launches = self._configs.get(stream)
-        if launches is None:
-            launches = self._configure(stream)
-        params = ctypes.create_string_buffer(self._params, PARAMS.size)
-        POINTERS.pack_into(params, 0, *addresses, addresses[WORKSPACE] + self._offset)
-        ctypes.c_int.from_buffer(params, LENGTH_AT).value = uniform_len
-        pointer = ctypes.c_void_p(ctypes.addressof(params))
-        for config, function in launches:
-            (status,) = cuLaunchKernelEx(config, function, ctypes.addressof(pointer), 0)
-            if status.value:
-                raise RuntimeError(f"CUDA: {status.name}")
+    def _add_stream(self, stream: int) -> list[Launches]:
+        """Where launches on a stream wait for the next call."""
+        if len(self._free) >= STREAMS:
+            self._free = {}
+        return self._free.setdefault(stream, [])
 
-    def _configure(self, stream: int) -> list[tuple[Any, Any]]:
-        """(configuration, function) of each kernel on a stream; loads them."""
-        plan = self._plan
-        split = load_kernel("split", self._split, plan.device.capability, self._device, self._shared_bytes)
-        launches = [(self._config(plan.grid, plan.tile.num_warps, self._shared_bytes, stream), split)]
+    def _launches(self, stream: int) -> Launches:
+        """Both kernels on a stream, loaded, with arguments of their own."""
+        plan, capability = self._plan, self._plan.device.capability
+        split = load_kernel("split", self._split, capability, self._device, self._shared_bytes)
+        threads = 32 * plan.tile.num_warps
+        kernels = [(launch_config(plan.grid, threads, self._shared_bytes, stream, self._dependent), split)]
         if plan.splits:
-            merge = load_kernel("merge", self._merge, plan.device.capability, self._device, 0)
-            warps = MERGE_WARPS if plan.max_run == 1 else MERGE_WARPS_LOADED
-            launches.append((self._config(self._merge_grid, warps, 0, stream), merge))
-        if len(self._configs) >= STREAMS:
-            self._configs = {}
-        self._configs[stream] = launches
-        return launches
-
-    def _config(self, grid: tuple[int, int, int], warps: int, shared_bytes: int, stream: int) -> Any:
-        from cuda.bindings import driver
-
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = 32 * warps, 1, 1
-        config.sharedMemBytes, config.hStream = shared_bytes, stream
-        if self._dependent:  # start while the kernel before ends: both wait for it before they read
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
-        return config
+            merge = load_kernel("merge", self._merge, capability, self._device, 0)
+            threads = 32 * (MERGE_WARPS if plan.max_run == 1 else MERGE_WARPS_LOADED)
+            kernels.append((launch_config(self._merge_grid, threads, 0, stream, self._dependent), merge))
+        return Launches(self._device, kernels, self._params, len(TENSORS) + 1, LENGTH_AT)
 
 
 def scale_step(scale: Tensor | float) -> int:

@@ -195,7 +195,7 @@ def tile_arguments(
         HAS_SOFTCAP=softcap > 0.0,
         MASK="none" if mask is None else "bool" if mask.dtype == torch.int8 else "additive",
         COMPUTE=TRITON_DTYPES[tile.compute],
-        NUM_STAGES=tile.num_stages + (tile.v_in_k_stages if v_in_k else 0),
+        NUM_STAGES=plan.num_stages + (tile.v_in_k_stages if v_in_k else 0),
     )
 
 

@@ -13,6 +13,8 @@ from .e2e_command import e2e
 from .ranks_command import EXAMPLE as RANKS_EXAMPLE
 from .ranks_command import ranks
 from .record import command_line, provenance, require_writable
+from .tune_command import EXAMPLE as TUNE_EXAMPLE
+from .tune_command import tune
 
 if TYPE_CHECKING:
     from .fuzz.cases import Case
@@ -110,3 +112,4 @@ def _run_one(case: Case, options: FuzzOptions, shrink: bool) -> None:
 bench_app.command(epilog=EXAMPLE)(attention)
 bench_app.command(epilog=E2E_EXAMPLE)(e2e)
 bench_app.command(epilog=RANKS_EXAMPLE)(ranks)
+bench_app.command(epilog=TUNE_EXAMPLE)(tune)

@@ -36,12 +36,12 @@ GOAL_FACTOR, GOAL_US = 1.01, 3.0
 PEER_FACTOR = 4.0
 """A peer's error may be this many times plain PyTorch's, plus one rounding, before its speed is withheld."""
 PEER_F32_ERROR, QUANTISED_ERROR = 2e-3, 6e-2
-"""Relative error allowed to a peer that multiplies f32 in TF32, and to one that rounds q or P to fp8."""
+"""Relative error allowed to a peer that multiplies f32 in TF32, and to one that rounds q or P to fp8 or sums in f16."""
 RULES = (
     f"splitkv: f32 max abs error <= {parity.F32_MAX_ABS:g}, else error <= {parity.PLAIN_FACTOR:g} x PyTorch SDPA's "
     "in q's dtype on the decoded values + one rounding of the output",
     f"peers: f32 <= {PEER_F32_ERROR:g}, else {PEER_FACTOR:g} x PyTorch SDPA's + one rounding; peers that round q or "
-    f"the probabilities to fp8 on an fp8 cache: {QUANTISED_ERROR:g}",
+    f"the probabilities to fp8 on an fp8 cache, or sum in f16 over an f16 one: {QUANTISED_ERROR:g}",
     "error is ||out - ref|| / ||ref|| with ref in float64 over the stored values",
     "a CUDA graph's replay must give the eager call's error",
 )
@@ -134,7 +134,7 @@ class _Run:
         rotations: dict[AttentionCase, Rotation] = {}
         for case in options.cases:
             if case.kv_dtype == kv_dtype:
-                rotation = _rotation(case, device)
+                rotation = rotation_of(case, device)
                 if rotation is None:
                     self.skip(case, f"one KV set takes {case.set_keys * case.key_bytes / 1e9:.2f} GB, more than fits")
                 else:
@@ -159,7 +159,7 @@ class _Run:
                 self.failures += 1
 
 
-def _rotation(case: AttentionCase, device: str) -> Rotation | None:
+def rotation_of(case: AttentionCase, device: str) -> Rotation | None:
     """How many sets of the case to rotate over, in the memory that is free; None where not one fits."""
     spare_bytes = case.spare_keys * case.key_bytes
     budget = memory_budget(device) - spare_bytes
@@ -180,7 +180,7 @@ def build_peers(options: AttentionOptions) -> dict[str, Any]:
 # ---- one case ----------------------------------------------------------------------------------------------
 
 
-class _Parity:
+class Judge:
     """Exact results by layout, and the errors that plain PyTorch and rounding make on them."""
 
     def __init__(self, tensors: CaseTensors) -> None:
@@ -200,7 +200,8 @@ class _Parity:
             return parity.F32_MAX_ABS if f32 else parity.PLAIN_FACTOR * self.plain.relative + self.rounding
         if f32:
             return PEER_F32_ERROR
-        return QUANTISED_ERROR if fp8 and contender.quantises else PEER_FACTOR * self.plain.relative + self.rounding
+        coarse = (fp8 and contender.quantises) or (self._tensors.case.kv_dtype == "f16" and contender.half_sums)
+        return QUANTISED_ERROR if coarse else PEER_FACTOR * self.plain.relative + self.rounding
 
     def refusal(self, contender: Contender, error: parity.Error) -> str | None:
         """Why this error costs the contender its speed, or None. NaN does."""
@@ -215,7 +216,7 @@ def _run_case(
 ) -> dict[str, Any]:
     """One row. `us` holds the contenders that ran, were right and whose timing was believed."""
     case = tensors.case
-    judge = _Parity(tensors)
+    judge = Judge(tensors)
     row = _row(case, rotation, bandwidth, options.device)
     not_run: dict[str, str] = {}
     calls: dict[str, Call] = {}
@@ -236,7 +237,7 @@ def _run_case(
                 reason = short_reason(failure)
         if reason is not None:
             not_run[contender.name] = reason
-    timings = _time(calls, not_run, case, rotation, options.device, bandwidth)
+    timings = timings_of(calls, not_run, case, rotation, options.device, bandwidth)
     row["us"] = {name: timing.median_us for name, timing in timings.items()}
     row["us_p20"] = {name: timing.p20_us for name, timing in timings.items()}
     row["us_p80"] = {name: timing.p80_us for name, timing in timings.items()}
@@ -264,15 +265,17 @@ def _outputs(call: Call, device: str) -> list[Tensor]:
     return [eager, captured.clone()]
 
 
-def _time(
+def timings_of(
     calls: dict[str, Call],
     not_run: dict[str, str],
     case: AttentionCase,
     rotation: Rotation,
     device: str,
     bandwidth: Bandwidth,
+    sample_s: float | None = None,
 ) -> dict[str, Timing]:
-    """Timings of the contenders; one whose timing is rejected goes to `not_run`, and the others are timed again."""
+    """Timings of the contenders, from `sample_s` seconds of samples each (default: SAMPLE_S). One whose timing is
+    rejected goes to `not_run`, and the others are timed again."""
     left = dict(calls)
     while left:
         try:
@@ -282,7 +285,7 @@ def _time(
                 device=device,
                 kv_bytes=case.read_bytes,
                 bandwidth_bytes_s=bandwidth.bytes_per_s,
-                budget_s=SAMPLE_S[device] * len(left),
+                budget_s=(SAMPLE_S[device] if sample_s is None else sample_s) * len(left),
             )
         except TimingRejected as rejected:
             not_run |= {name: f"timing rejected: {reason}" for name, reason in rejected.reasons.items()}

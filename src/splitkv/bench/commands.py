@@ -153,7 +153,7 @@ def plan(
         from .planning import make_plans, plan_record, plan_request
 
         request = plan_request(heads, head_dim, context, device, **asked)
-    plans = make_plans(request)
+        plans = make_plans(request)
     if json:
         options = {
             "heads": heads,
@@ -194,6 +194,9 @@ def fit(
     expanded: Annotated[
         bool, typer.Option("--expanded", help="Latent attention (DeepSeek): cache K and V of every head.")
     ] = False,
+    whole_windows: Annotated[
+        bool, typer.Option("--whole-windows", help="Windowed layers cache all tokens, as splitkv's own caches do.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Say whether a model fits at a context, before anything is loaded or allocated.
@@ -203,7 +206,7 @@ def fit(
     """
     asked: dict[str, Any] = {"generated": generated, "batch": batch, "free": free, "total": total}
     asked |= {"unified": unified, "kv_dtypes": kv_dtypes, "weights_dtype": weights_dtype, "weights": weights}
-    asked |= {"workspace": workspace, "expanded": expanded}
+    asked |= {"workspace": workspace, "expanded": expanded, "whole_windows": whole_windows}
     with usage():
         from .fitting import fit_record, make_fit
 

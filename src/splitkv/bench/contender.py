@@ -25,7 +25,8 @@ Make = Callable[[CaseTensors], Call]
 @dataclass(frozen=True)
 class Contender:
     """packages: the distributions it comes from. devices: where it runs. quantises: with an fp8 cache it rounds the
-    query or the probabilities to fp8 too, so its error is of another kind. layout: which numbers it reads."""
+    query or the probabilities to fp8 too, so its error is of another kind. half_sums: with an f16 cache it sums in f16,
+    and so is its error. layout: which numbers it reads."""
 
     name: str
     what: str
@@ -34,6 +35,7 @@ class Contender:
     packages: tuple[str, ...] = ("torch",)
     devices: tuple[str, ...] = ("cuda",)
     quantises: bool = False
+    half_sums: bool = False
     layout: str = ROWS
 
 

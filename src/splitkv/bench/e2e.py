@@ -20,14 +20,14 @@ import torch
 import splitkv
 
 from ..cache.memory import ModelGeometry
-from ..cache.models import model_from_config
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
-from ..models.geometries import geometry_config
-from ..models.state import torch_dtype
 from . import machine, record
-from .e2e_model import make_prompt, prompt_stops, random_weights
+from .e2e_llamacpp import KV_TYPES as KV_DTYPES
+from .e2e_model import make_prompt, prompt_stops
+from .e2e_peers import PEERS, PeerRun, run_peers
 from .e2e_rows import CONTENDERS, REFERENCE, Combination, Model, reference_logits
+from .e2e_source import Source, open_source
 from .e2e_timing import METHOD, run_length
 from .failures import DeviceBroken, require_working_device, short_reason
 from .fitting import attention_workspace
@@ -42,7 +42,8 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class E2eOptions:
-    """What to run. prefill: longest depth that is really prefilled. limit_s: no row begins after this many seconds."""
+    """What to run. prefill: longest depth that is really prefilled. limit_s: no row begins after this many seconds.
+    peers: some of e2e_peers.PEERS, run at batch 1."""
 
     device: str
     geometries: tuple[str, ...]
@@ -53,6 +54,7 @@ class E2eOptions:
     seed: int = 0
     profile: bool = False
     limit_s: float | None = None
+    peers: tuple[str, ...] = ()
 
 
 def run_e2e(
@@ -82,7 +84,7 @@ def run_e2e(
             break
     rows, parity, profiles = (sorted(found, key=run.order) for found in (run.rows, run.parity, run.profiles))
     return result | {
-        "contenders": CONTENDERS,
+        "contenders": CONTENDERS | {name: PEERS[name] for name in options.peers},
         "seed": options.seed,
         "timing_method": METHOD[options.device],
         "read_bandwidth_tb_s": bandwidth.tb_s,
@@ -129,9 +131,10 @@ class _Run:
 
     def order(self, row: Mapping[str, Any]) -> tuple[int, ...]:
         """Where a row stands in the result."""
-        options = self.options
-        place = options.geometries.index(row["geometry"]), row["batch"], options.kv_dtypes.index(row["kv_dtype"])
-        return *place, row["depth"], list(CONTENDERS).index(row.get("contender", OURS))
+        options, names = self.options, [*CONTENDERS, *PEERS]
+        kv_dtypes = [*options.kv_dtypes, *KV_DTYPES]  # a peer may have one of its own
+        place = options.geometries.index(row["geometry"]), row["batch"], kv_dtypes.index(row["kv_dtype"])
+        return *place, row["depth"], names.index(row.get("contender", OURS))
 
     def report(self, text: str) -> None:
         options = self.options
@@ -166,27 +169,25 @@ class _Run:
 
     def geometry(self, name: str) -> None:
         options, device = self.options, self.options.device
-        published = geometry_config(name)
         try:
-            config = DecoderConfig.from_config(published, name)
+            source = open_source(name, self.activations, options.seed)
         except splitkv.UnsupportedError as error:
             self.leave_out(name, str(error))
             return
-        geometry = model_from_config(published, weights_dtype=self.activations, source=name)
+        config, geometry = source.config, source.geometry
         _release()
         depths = self._fitting(name, config, geometry)
         if not depths:
             return
-        self.report(f"{name}: random weights")
+        self.report(f"{name}: weights")
         start = time.perf_counter()
-        decoder = Decoder(config, torch_dtype(self.activations), device)
-        random_weights(decoder, options.seed)
+        decoder = source.decoder(device, options.seed)
         self.report(f"{name}: prefill")
         reached = {depth for found in depths.values() for depth in found}
         prompt = make_prompt(decoder, prompt_stops(reached, options.prefill), options.seed)
         self.geometries[name] = {
             "parameters": geometry.parameters,
-            "weights": f"random {self.activations}, seed {options.seed}",
+            "weights": source.weights,
             "weights_bytes": geometry.weights_bytes,
             "weights_read_bytes": decoder.bytes_per_step(),
             "layers": len(config.layer_types),
@@ -206,6 +207,25 @@ class _Run:
                 self.leave_out(name, reason, **where)
                 continue
             self.guarded(partial(self._combination, model, kv_dtype, batch, found), name, **where)
+
+        if options.peers:
+            self._peers(name, source, decoder, tuple(sorted({depth for found in depths.values() for depth in found})))
+
+    def _peers(self, name: str, source: Source, decoder: Decoder, depths: tuple[int, ...]) -> None:
+        """Everything that --with names."""
+        options = self.options
+        if reason := self.late():
+            self.leave_out(name, reason, contender=",".join(options.peers))
+            return
+        deadline = None if options.limit_s is None else self.start + options.limit_s
+        run = PeerRun(
+            name, source, decoder, depths, options.kv_dtypes, options.prefill, self.bandwidth.bytes_per_s, options.seed,
+            deadline,
+        )  # fmt: skip
+        found = run_peers(options.peers, run, self._progress)
+        self.rows += found["rows"]
+        self.not_measured += found["not_measured"]
+        self.geometries[name]["peers"] = found["about"]
 
     def _fitting(
         self, name: str, config: DecoderConfig, geometry: ModelGeometry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from ..models.loop import DecodeLoop
 from ..models.state import DecodeState
 from .parity import difference_of, float64_attention
 
-NOISE_FACTOR = 4.0
+NOISE_FACTOR = 2.0
 """A flip is not explained by errors more than this many times plain PyTorch's, plus one rounding of the logits."""
+MARGIN_SIGMAS = 6.0
+"""Nor over a margin of more than this many times both ways' errors together: seldom for one logit in 10**9."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """q [rows, num_q_heads, head_dim], k, v [rows, keys, num_kv_heads, ..], softmax_scale -> q's shape and dtype."""
@@ -86,9 +89,9 @@ def audit_flips(
 
     An audit takes the logits of that step, each way of attending having decoded the split run's tokens up to it:
     split, unsplit, plain PyTorch, and float64. begin: puts rows back to their depth. `margin`: by how much float64
-    prefers its choice of the two tokens. An error is the largest difference of any logit from float64's. A flip is
-    `explained` (None: not audited) if both ways' errors are like those of plain PyTorch (NOISE_FACTOR), and together
-    reach over the margin.
+    prefers its choice of the two tokens. `*_rms`: root mean square of a way's logits' differences from float64's. A
+    flip is `explained` (None: not audited) if both ways' are like those of plain PyTorch (NOISE_FACTOR), and the margin
+    is one that they reach over (MARGIN_SIGMAS).
     """
     flips = runs.flips
     if not flips:
@@ -106,13 +109,14 @@ def audit_flips(
             entries.append(entry | {"explained": None})
             continue
         exact = logits["float64"][row]
-        errors = {name: float((found[row] - exact).abs().max()) for name, found in logits.items()}
+        rms = {name: float((found[row] - exact).square().mean().sqrt()) for name, found in logits.items()}
         margin = abs(float(exact[pair[0]] - exact[pair[1]]))
-        allowed = NOISE_FACTOR * errors["plain"] + torch.finfo(decoder.dtype).eps * float(exact.abs().max())
-        noise = max(errors["split"], errors["unsplit"]) <= allowed
-        entry |= {"float64_token": int(exact.argmax()), "margin": margin, "error_allowed": allowed}
-        entry |= {f"{name}_error": errors[name] for name in ("split", "unsplit", "plain")}
-        entries.append(entry | {"explained": noise and margin <= errors["split"] + errors["unsplit"]})
+        allowed = NOISE_FACTOR * rms["plain"] + torch.finfo(decoder.dtype).eps * float(exact.square().mean().sqrt())
+        noise = max(rms["split"], rms["unsplit"]) <= allowed
+        reach = MARGIN_SIGMAS * math.hypot(rms["split"], rms["unsplit"])
+        entry |= {"float64_token": int(exact.argmax()), "margin": margin, "rms_allowed": allowed}
+        entry |= {f"{name}_rms": rms[name] for name in ("split", "unsplit", "plain")}
+        entries.append(entry | {"explained": noise and margin <= reach})
     return entries
 
 

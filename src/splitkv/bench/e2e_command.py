@@ -23,7 +23,9 @@ _PREFILL = {"cuda": 20_000, "cpu": 512}
 def e2e(
     geometry: Annotated[
         list[str] | None,
-        typer.Option(help="Published model, such as qwen3.5-9b, or a config.json. May be given again. [qwen3.5-9b]"),
+        typer.Option(
+            help="Published model, such as qwen3.5-9b, a config.json, or a GGUF file. May be repeated. [qwen3.5-9b]"
+        ),
     ] = None,
     depths: Annotated[str | None, typer.Option(help="Tokens held when the timed steps begin. [4096 to 262080]")] = None,
     kv_dtypes: Annotated[str | None, typer.Option(help="Some of f32,f16,bf16,fp8. [bf16,f16,fp8; CPU f32,f16]")] = None,
@@ -35,6 +37,9 @@ def e2e(
     profile: Annotated[
         bool, typer.Option("--profile", help="Also time every kernel of a step, least and greatest depth.")
     ] = False,
+    peers: Annotated[
+        str | None, typer.Option("--with", help="Peers on the same weights at batch 1: llama.cpp, transformers.")
+    ] = None,
     listing: Annotated[bool, typer.Option("--list", help="Print the geometries, run nothing.")] = False,
     limit_s: Annotated[float | None, typer.Option(min=1, help="Begin no row after this many seconds.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**30, help="Seed of weights, prompt and random keys.")] = 0,
@@ -50,16 +55,17 @@ def e2e(
     the same tokens, or float64 shows why they differ. Exit code 1 if a row fails or there is none.
     """
     with usage():
-        from ..models.geometries import GEOMETRIES, geometry_config
+        from ..models.geometries import GEOMETRIES
+        from .e2e_source import SMOLLM2, check_source
 
-        options, asked = _options(geometry, depths, kv_dtypes, batches, prefill, seed, profile, limit_s, device)
+        options, asked = _options(geometry, depths, kv_dtypes, batches, prefill, seed, profile, limit_s, device, peers)
         source = provenance(commit, dirty)
         if out is not None:
             require_writable(out)
         for name in options.geometries:
-            geometry_config(name)
+            check_source(name)
     if listing:
-        typer.echo("\n".join(GEOMETRIES))
+        typer.echo("\n".join([*GEOMETRIES, SMOLLM2]))
         return
     from .e2e import run_e2e
     from .render import progress_bar
@@ -78,7 +84,7 @@ def e2e(
 
 def _options(
     geometry: list[str] | None, depths: str | None, kv_dtypes: str | None, batches: str | None, prefill: int | None,
-    seed: int, profile: bool, limit_s: float | None, device: str | None,
+    seed: int, profile: bool, limit_s: float | None, device: str | None, peers: str | None,
 ) -> tuple[Any, dict[str, Any]]:  # fmt: skip
     """The run's options, and the same as a command line has them. ValueError names the option."""
     import os
@@ -87,6 +93,7 @@ def _options(
     from ..problem import MAX_CONTEXT, dtype_name
     from .cases import resolve_device
     from .e2e import E2eOptions
+    from .e2e_peers import choose_peers
     from .e2e_timing import run_length
 
     if POLICY_VARIABLE in os.environ:
@@ -101,10 +108,17 @@ def _options(
     )
     longest = min(prefill or _PREFILL[place], max(lengths))
     options = E2eOptions(
-        place, tuple(dict.fromkeys(names)), lengths, stored, rows, longest, seed, profile, limit_s
+        place, tuple(dict.fromkeys(names)), lengths, stored, rows, longest, seed, profile, limit_s, choose_peers(peers)
     )  # fmt: skip
     asked: dict[str, Any] = {"geometry": options.geometries, "depths": lengths, "kv_dtypes": stored, "batches": rows}
-    asked |= {"prefill": longest, "profile": profile, "limit_s": limit_s, "seed": seed, "device": place}
+    asked |= {
+        "prefill": longest,
+        "profile": profile,
+        "limit_s": limit_s,
+        "seed": seed,
+        "device": place,
+        "with": options.peers or None,
+    }
     return options, asked
 
 
@@ -126,7 +140,10 @@ def show(result: Mapping[str, Any]) -> None:
 
     out = console()
     for name in result["geometries"]:
-        out.print(_times(name, [row for row in result["rows"] if row["geometry"] == name]))
+        rows = [row for row in result["rows"] if row["geometry"] == name]
+        out.print(_times(name, rows))
+        if "peers" in result["geometries"][name]:
+            out.print(_beside(name, rows))
     for profile in result["profiles"]:
         out.print(_kernels(profile))
     for entry in result["kv_parity"]:
@@ -150,6 +167,8 @@ def show(result: Mapping[str, Any]) -> None:
 
 def _why(row: Mapping[str, Any]) -> str:
     """What a row failed."""
+    if "timing_rejected" not in row:
+        return "its logits are not those of our decoder"
     if row["timing_rejected"]:
         return str(row["timing_rejected"])
     if row["repeats_tokens"] is False:
@@ -183,6 +202,29 @@ def _times(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
     return table
 
 
+def _beside(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Other programs' times, each over ours at the same depth and KV dtype; q8_0 over our fp8."""
+    from rich import box
+    from rich.table import Table
+
+    from .e2e_rows import CONTENDERS, OURS
+
+    ours = {(r["kv_dtype"], r["depth"]): r["ms_per_token"] for r in rows if r["contender"] == OURS and r["batch"] == 1}
+    title = f"{name}: other programs, batch 1"
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
+    for column in ("program", "weights", "KV"):
+        table.add_column(column, no_wrap=True)
+    for column in ("depth", "ms", "floor", "times ours"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        if row["contender"] not in CONTENDERS:
+            kv_dtype, ms = row["kv_dtype"], row["ms_per_token"]
+            own = ours.get(("fp8_e4m3" if kv_dtype == "q8_0" else kv_dtype, row["depth"]))
+            cells = [row["contender"], row["weights"], kv_dtype, f"{row['depth']}", _ms(ms), _ms(row["floor_ms"])]
+            table.add_row(*cells, f"{ms / own:.2f}" if own else "", style=None if row["passed"] else "red")
+    return table
+
+
 def _ms(ms: float | None) -> str:
     return "" if ms is None else f"{ms:.2f}" if ms < 100 else f"{ms:.0f}"
 
@@ -192,13 +234,19 @@ def _kernels(profile: Mapping[str, Any]) -> Any:
     from rich.table import Table
 
     where = f"{profile['geometry']}, {profile['kv_dtype']} KV, batch {profile['batch']}, depth {profile['depth']}"
-    busy = f"{profile['busy_us']:,.0f} us in {profile['launches_per_step']:.0f} kernels"
+    busy = f"{profile['busy_us']:,.0f} us of it in {profile['launches']:.0f} kernels"
     title = f"{where}: a step of {profile['step_us']:,.0f} us, {busy}"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
-    for name in ("us", "share", "launches"):
+    for name in ("adds us", "share", "runs us", "launches"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("kernel, the longest first", overflow="ellipsis", no_wrap=True)
+    table.add_column("kernel", overflow="ellipsis", no_wrap=True, min_width=40)
     for kernel in profile["kernels"]:
-        us = kernel["us_per_step"]
-        table.add_row(f"{us:.1f}", f"{us / profile['busy_us']:.1%}", f"{kernel['per_step']:.0f}", kernel["name"])
+        added = kernel["added_us"]
+        cells = (
+            f"{added:.1f}",
+            f"{added / profile['busy_us']:.1%}",
+            f"{kernel['us']:.1f}",
+            f"{kernel['launches']:.0f}",
+        )
+        table.add_row(*cells, kernel["name"])
     return table

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from .plots import BLUE, GREY, INK, QUIET, keys_text, log_keys, log_time, panels, styled
 from .summary import OURS, UNSPLIT
 
+LLAMACPP = "llama.cpp"
 Row = Mapping[str, Any]
 Cell = tuple[str, str]
 """CSS class and text."""
@@ -25,6 +26,7 @@ HEAD = (
     "of floor",
     "tokens/s",
     "unsplit ms",
+    "llama.cpp ms",
     "tokens",
     "context",
 )
@@ -43,7 +45,7 @@ def figures(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Figure]]:
             steps(series),
         )
     if data["profiles"]:
-        text = "Where a step's time goes: its longest kernels, by the profiler, and the step as timed without it."
+        text = "Where a step's time goes: what each kernel adds to it, by the profiler; the step is timed without it."
         yield "kernels", text, kernels(data["profiles"])
 
 
@@ -57,7 +59,8 @@ def _series(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 @styled
 def steps(series: Mapping[str, Sequence[Row]]) -> Figure:
-    """One panel per geometry and batch: a colour per KV dtype, its floor thin and dashed, unsplit attention dotted."""
+    """One panel per geometry and batch: a colour per KV dtype, its floor thin and dashed, unsplit attention dotted,
+    llama.cpp dash-dotted."""
     figure, axes = panels(len(series))
     dtypes = list(dict.fromkeys(row["kv_dtype"] for rows in series.values() for row in rows))
     colours = {kv_dtype: (BLUE, *QUIET)[n % (len(QUIET) + 1)] for n, kv_dtype in enumerate(dtypes)}
@@ -74,6 +77,9 @@ def steps(series: Mapping[str, Sequence[Row]]) -> Figure:
                     labelled["floor"] = ax.plot(depths, floors, color=colour, lw=1.0, ls=(0, (4, 3)))[0]
                 elif part:
                     labelled["in one split"] = line
+            beside = [(k[3], ms) for k, ms in _llamacpp(rows).items() if k[1] == kv_dtype]
+            if beside:
+                labelled["llama.cpp"] = ax.plot(*zip(*beside, strict=True), color=colour, lw=1.4, ls="-.")[0]
         log_keys(ax, [row["depth"] for row in rows])
         log_time(ax, "ms per step")
         ax.set_title(title, loc="left")
@@ -87,7 +93,7 @@ def kernels(profiles: Sequence[Row]) -> Figure:
     lines = min(DRAWN_KERNELS, max(len(profile["kernels"]) for profile in profiles)) + 2
     figure, axes = panels(len(profiles), columns=1, size=(9.5, 1.0 + 0.24 * lines))
     for profile, ax in zip(profiles, axes, strict=True):
-        shown = [(k["name"][:NAME_LENGTH], k["us_per_step"], BLUE) for k in profile["kernels"][:DRAWN_KERNELS]]
+        shown = [(k["name"][:NAME_LENGTH], k["added_us"], BLUE) for k in profile["kernels"][:DRAWN_KERNELS]]
         others = profile["busy_us"] - sum(us for _, us, _ in shown)
         shown += [("other kernels", others, GREY), ("no kernel", max(profile["step_us"] - profile["busy_us"], 0), INK)]
         for y, (_, us, colour) in enumerate(reversed(shown)):
@@ -118,11 +124,11 @@ def cards(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def totals(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows in all, those with a speed, those compared with unsplit attention, and those with the same tokens."""
-    ours = _ours(data)
-    timed = sum(row["passed"] for row in data["rows"])
+    """Our rows in all, those with a speed, those compared with unsplit attention, and those with the same tokens."""
+    ours, rows = _ours(data), [row for row in data["rows"] if row["contender"] in (OURS, UNSPLIT)]
+    timed = sum(row["passed"] for row in rows)
     identical = sum(row["tokens_identical"] for row in ours)
-    return {"rows": len(data["rows"]), "timed": timed, "compared": len(ours), "identical": identical}
+    return {"rows": len(rows), "timed": timed, "compared": len(ours), "identical": identical}
 
 
 def _ours(data: Mapping[str, Any]) -> list[Row]:
@@ -133,6 +139,7 @@ def table(data: Mapping[str, Any]) -> dict[str, list[list[Cell]]]:
     """Cells of one line for each depth, KV dtype and batch, by geometry."""
     keys = ("geometry", "kv_dtype", "batch", "depth")
     unsplit = {tuple(row[k] for k in keys): row for row in data["rows"] if row["contender"] == UNSPLIT}
+    same_weights = _llamacpp(data["rows"])
     found: dict[str, list[list[Cell]]] = {}
     for row in _ours(data):
         other = unsplit.get(tuple(row[k] for k in keys), {})
@@ -141,11 +148,23 @@ def table(data: Mapping[str, Any]) -> dict[str, list[list[Cell]]]:
         cells += [("ours", _ms(row["ms_per_token"]) or "failed")]
         cells += [("", _ms(row[name])) for name in ("ms_p20", "ms_p80", "floor_ms")]
         cells += [("", f"{share:.0f} %" if share else ""), ("", f"{speed:,.1f}" if speed else "")]
-        cells += [("", _ms(other.get("ms_per_token")))]
+        beside = same_weights.get((row["geometry"], row["kv_dtype"], row["batch"], row["depth"]))
+        cells += [("", _ms(other.get("ms_per_token"))), ("", _ms(beside))]
         cells += [
             ("good", "same") if row["tokens_identical"] else ("bad", f"{len(row['flips'])} of {row['batch']} flip")
         ]
         found.setdefault(row["geometry"], []).append([*cells, ("", row["cache"])])
+    return found
+
+
+def _llamacpp(rows: Sequence[Row]) -> dict[tuple[Any, ...], float]:
+    """llama.cpp's ms on our weights, by geometry, KV dtype, batch and depth; its q8_0 stands beside our fp8."""
+    ours = {(row["geometry"], row.get("weights")) for row in rows if row["contender"] == OURS}
+    found = {}
+    for row in rows:
+        if row["contender"] == LLAMACPP and row["passed"] and (row["geometry"], row.get("weights")) in ours:
+            kv_dtype = "fp8_e4m3" if row["kv_dtype"] == "q8_0" else row["kv_dtype"]
+            found[row["geometry"], kv_dtype, row["batch"], row["depth"]] = row["ms_per_token"]
     return found
 
 
@@ -165,7 +184,7 @@ def notes(data: Mapping[str, Any]) -> list[str]:
             verdict = "explained" if flip["explained"] else "NOT EXPLAINED"
             lines.append(
                 f"flip in {where}: row {flip['row']}, step {flip['step']}, margin {flip['margin']:.2g} in float64, "
-                f"errors {flip['split_error']:.2g} and {flip['unsplit_error']:.2g}: {verdict}"
+                f"errors {flip['split_rms']:.2g} and {flip['unsplit_rms']:.2g}: {verdict}"
             )
     for entry in data["not_measured"]:
         where = ", ".join(f"{key} {value}" for key, value in entry.items() if key not in ("geometry", "reason"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,12 +85,17 @@ def _sample(loop: DecodeLoop, step: Callable[[], None]) -> float:
     return start.elapsed_time(end) / steps * 1e3
 
 
-def profile_steps(loop: DecodeLoop, begin: Callable[[], None]) -> dict[str, Any]:
-    """Where a step's time goes: microseconds and launches per step by kernel (on a CPU, by torch operation).
+@dataclass(frozen=True)
+class Span:
+    """When a kernel ran, in microseconds."""
 
-    `other_us`: kernels beyond the TOP_KERNELS longest. `busy_us`: all of them together; what a step takes beyond
-    that is gaps between kernels, or the profiler's own.
-    """
+    name: str
+    start_us: float
+    end_us: float
+
+
+def profile_steps(loop: DecodeLoop, begin: Callable[[], None]) -> dict[str, Any]:
+    """Where a step's time goes, by `kernel_times` of its kernels (on a CPU, of torch's operations)."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -96,23 +103,40 @@ def profile_steps(loop: DecodeLoop, begin: Callable[[], None]) -> dict[str, Any]
     begin()
     loop.step()
     loop.finish()
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as profiler:
         for _ in range(PROFILED_STEPS):
             loop.step()
         loop.finish()
-    entries = []
-    for event in profiler.key_averages():
-        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        # On a GPU the host's calls are listed as well, some of them with the time of the kernels they launched.
-        if us > 0 and (event.device_type == DeviceType.CUDA or not on_gpu):
-            entries.append((us / PROFILED_STEPS, event.count / PROFILED_STEPS, event.key[:NAME_LENGTH]))
-    entries.sort(reverse=True)
-    busy = sum(us for us, _, _ in entries)
-    top = entries[:TOP_KERNELS]
+    # On a GPU the host's calls are listed as well; on a CPU, an operation's own parts lie within it.
+    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    events = (e for e in profiler.events() if e.device_type == wanted and (on_gpu or e.cpu_parent is None))
+    return kernel_times([Span(e.name, e.time_range.start, e.time_range.end) for e in events], PROFILED_STEPS)
+
+
+def kernel_times(spans: Sequence[Span], steps: int) -> dict[str, Any]:
+    """Microseconds per step by kernel, the TOP_KERNELS of most `added_us` first.
+
+    `us`: from start to end. `added_us`: of that, only what no kernel before it was running in; a kernel that is
+    launched early and waits for the one before it has a long `us`, and adds what it does after that has ended.
+    `busy_us`: all added together, the time in which any kernel ran. `other_us`: added by kernels that are not listed.
+    """
+    found: dict[str, list[float]] = {}
+    reached = -math.inf
+    for span in sorted(spans, key=lambda span: (span.start_us, span.end_us)):
+        added = max(span.end_us - max(span.start_us, reached), 0.0)
+        reached = max(reached, span.end_us)
+        sums = found.setdefault(span.name[:NAME_LENGTH], [0.0, 0.0, 0.0])
+        for i, value in enumerate((added, span.end_us - span.start_us, 1)):
+            sums[i] += value / steps
+    entries: list[dict[str, Any]] = [
+        {"name": name, "added_us": added, "us": us, "launches": count} for name, (added, us, count) in found.items()
+    ]
+    entries.sort(key=lambda entry: -entry["added_us"])
     return {
-        "steps": PROFILED_STEPS,
-        "busy_us": busy,
-        "launches_per_step": sum(count for _, count, _ in entries),
-        "other_us": busy - sum(us for us, _, _ in top),
-        "kernels": [{"name": name, "us_per_step": us, "per_step": count} for us, count, name in top],
+        "steps": steps,
+        "busy_us": sum(entry["added_us"] for entry in entries),
+        "other_us": sum(entry["added_us"] for entry in entries[TOP_KERNELS:]),
+        "launches": sum(entry["launches"] for entry in entries),
+        "kernels": entries[:TOP_KERNELS],
     }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..cache.memory import KV_DTYPES, MemoryPlan, ModelGeometry, plan_memory
 from ..cache.models import read_model
-from ..plan import workspace_bytes
+from ..plan import plan_decode
 from ..problem import KNOWN_DEVICES, MAX_CONTEXT, DecodeProblem, DeviceSpec, dtype_name
 from . import machine, record
 
@@ -76,9 +77,8 @@ def find_memory(free: str | None, total: str | None, unified: bool) -> Memory:
 
 
 def attention_workspace(model: ModelGeometry, batch: int) -> int:
-    """Scratch of one decode call, in bytes: the most of any layer, KV dtype and known device, up to 262,144 keys.
-
-    Layers run one after another and share it.
+    """Scratch of one decode call, in bytes: the most of any layer, KV dtype, known device and backend there, up to
+    262,144 keys. Layers run one after another and share it.
     """
     devices = [*KNOWN_DEVICES.values(), DeviceSpec.cpu()]
     most = 0
@@ -86,7 +86,10 @@ def attention_workspace(model: ModelGeometry, batch: int) -> int:
         sizes = (batch, model.num_q_heads, group.num_kv_heads, group.head_dim, group.v_head_dim)
         for kv_dtype in ("f32", "bf16", "fp8_e4m3"):
             problem = DecodeProblem(*sizes, capacity=MAX_CONTEXT, kv_dtype=kv_dtype)
-            most = max(most, *(workspace_bytes(problem, device) for device in devices))
+            for device in devices:
+                most = max(most, plan_decode(problem, device, backend="triton").workspace_bytes)
+                with suppress(ValueError):  # not every problem and device is backend cuda's
+                    most = max(most, plan_decode(problem, device, backend="cuda").workspace_bytes)
     return most
 
 
@@ -104,11 +107,13 @@ def make_fit(
     weights: str | None = None,
     workspace: str | None = None,
     expanded: bool = False,
+    whole_windows: bool = False,
 ) -> Fit:
     """The answer, from the options' text forms; ValueError names the option, or the file and field."""
     names = KV_DTYPES if kv_dtypes is None else [dtype_name(n.strip(), "kv_dtypes") for n in kv_dtypes.split(",")]
     given = None if weights is None else parse_bytes(weights, "weights")
     model = read_model(path, weights_bytes=given, weights_dtype=weights_dtype, expanded=expanded)
+    model = model.whole() if whole_windows else model
     memory = find_memory(free, total, unified)
     if batch < 1:
         raise ValueError(f"batch: expected at least 1, got {batch}")
@@ -130,9 +135,32 @@ def notes(fit: Fit) -> list[str]:
     """What the sum does not say."""
     plan, model = fit.plan, fit.plan.model
     lines = list(model.notes)
+    largest = plan.largest_contexts()
+    holding = [name for name, tokens in largest.items() if tokens is not None and tokens >= plan.context]
+    if not plan.fits and holding:
+        lines.append(f"in {' and '.join(holding)} it would fit: --kv-dtypes {holding[0]}")
+    if model.windowed:
+        whole = replace(plan, model=model.whole()).largest_contexts()
+        texts = [f"{name} {_tokens_text(tokens)}" for name, tokens in whole.items() if tokens != largest[name]]
+        change = f"the longest prompts are then {', '.join(texts)}" if texts else "no limit changes by it here"
+        lines.append(
+            "windowed layers count with their window alone; splitkv's own caches keep all tokens there "
+            f"(--whole-windows): {change}"
+        )
     if model.max_context is not None and plan.context + plan.generated > model.max_context:
         lines.append(f"the model was made for {model.max_context} tokens; this asks for more")
     return lines
+
+
+def _tokens_text(tokens: int | None) -> str:
+    return "none" if tokens is None else f"{tokens:,}"
+
+
+def limit(plan: MemoryPlan, tokens: int | None) -> str:
+    """What holds a largest context there."""
+    if tokens is None:
+        return "weights, states and reserve"
+    return "splitkv's most" if tokens == MAX_CONTEXT - plan.generated else "memory"
 
 
 def fit_record(fit: Fit, command: str) -> dict[str, Any]:

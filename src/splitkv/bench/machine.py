@@ -149,13 +149,13 @@ class Neighbours:
 
     @staticmethod
     def _reading() -> tuple[float, float, float] | None:
-        """(wall, whole machine's busy, our own) seconds; None where /proc/stat is not there."""
+        """(wall, whole machine's busy, our own and our children's that ended) seconds; None without /proc/stat."""
         try:
             user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
         except (OSError, ValueError):
             return None
         busy_s = (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
-        return time.monotonic(), busy_s, time.process_time()
+        return time.monotonic(), busy_s, sum(os.times()[:4])
 
     def cores(self) -> float | None:
         """Mean number of cores that others kept busy since the start; None where the system does not say."""

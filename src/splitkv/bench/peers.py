@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from . import peers_fa3, peers_flashinfer, peers_torch
+from . import peers_fa3, peers_flashinfer, peers_llamacpp, peers_torch
 from .contender import OURS, Contender
 from .machine import package_version
 
-CONTENDERS = {c.name: c for c in (*peers_torch.CONTENDERS, *peers_flashinfer.CONTENDERS, *peers_fa3.CONTENDERS)}
+_FILES = (peers_torch, peers_flashinfer, peers_fa3, peers_llamacpp)
+CONTENDERS = {contender.name: contender for file in _FILES for contender in file.CONTENDERS}
 """By name, ours first, in the order of the tables."""
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import splitkv
 
+from ..tuning import Schedule
 from .attention_cases import AttentionCase
 from .attention_data import HEAD_MAJOR, CaseTensors
 from .contender import OURS, Contender, Make, Unable, first_reason
@@ -20,18 +21,17 @@ MATH_MOST_KEYS = 1 << 17
 """Keys in all rows beyond which PyTorch's fallback is left out."""
 
 
-def make_ours(tensors: CaseTensors) -> Call:
-    """DecodeAttention with policy auto: workspace and merge inside the call."""
+def make_ours(tensors: CaseTensors, schedule: Schedule | None = None) -> Call:
+    """DecodeAttention with policy auto: workspace and merge inside the call, which takes options of `run` too."""
     case = tensors.case
-    attention = splitkv.DecodeAttention(case.problem, device=tensors.device)
+    attention = splitkv.DecodeAttention(case.problem, device=tensors.device, schedule=schedule)
     out = torch.empty(tensors.out_shape, dtype=tensors.q.dtype, device=tensors.device)
     cache = tensors.pool if case.page_size else tensors.rows
     table = tensors.pages.block_table if case.page_size else None
 
-    def call(i: int) -> Tensor:
+    def call(i: int, **options: Any) -> Any:
         k, v = cache(i)
-        attention.run(tensors.q, k, v, tensors.seq_lens, block_table=table, out=out)
-        return out
+        return attention.run(tensors.q, k, v, tensors.seq_lens, block_table=table, out=out, **options)
 
     return call
 

@@ -157,4 +157,6 @@ def _plan_fields(plan: DecodePlan) -> dict[str, Any]:
         "why": why_invariant(plan),
         "rule": asdict(plan.rule),
         "tile": asdict(plan.tile),
+        "schedule": asdict(plan.schedule),
+        "schedule_source": plan.schedule_source,
     }

@@ -12,12 +12,12 @@ import math
 import os
 import re
 import shlex
-import tempfile
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..whole_file import whole_file
 from . import machine
 
 UNKNOWN = "unknown"
@@ -118,17 +118,10 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file whole or not at all: a temporary file beside it, flushed, then moved over it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with whole_file(path) as temporary, temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def require_writable(path: Path) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..plan import DecodePlan
 from ..problem import DecodeProblem
-from .fitting import Fit, notes
+from .fitting import Fit, limit, notes
 from .planning import PlanRequest, why_invariant
 from .record import UNKNOWN
 from .rungs import OURS
@@ -215,9 +215,10 @@ def fit_report(fit: Fit, out: Console) -> None:
     table.add_column("KV dtype", no_wrap=True)
     for name in ("KV bytes\nper token", "longest prompt\nthat fits"):
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("held by")
     for kv_dtype, tokens in plan.largest_contexts().items():
         longest = "none" if tokens is None else f"{tokens:,}"
-        table.add_row(kv_dtype, f"{model.kv_bytes_per_token(kv_dtype):,}", longest)
+        table.add_row(kv_dtype, f"{model.kv_bytes_per_token(kv_dtype):,}", longest, limit(plan, tokens))
     out.print(table)
     for line in notes(fit):
         plain(out, f"note: {line}")

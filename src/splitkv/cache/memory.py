@@ -8,7 +8,7 @@ Every size is in bytes. The KV dtypes are tried in order and the first that fits
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
@@ -95,6 +95,15 @@ class ModelGeometry:
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes of K and V that one more token of one row takes while every window still grows."""
         return sum(group.bytes_per_token(kv_dtype) for group in self.attention)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether some layers keep no more than a window's tokens."""
+        return any(group.window is not None for group in self.attention)
+
+    def whole(self) -> ModelGeometry:
+        """The same model over caches that keep all tokens in every layer, windows or not, as splitkv's own do."""
+        return replace(self, attention=tuple(replace(group, window=None) for group in self.attention))
 
     def kv_bytes(self, kv_dtype: str, tokens: int) -> int:
         """Bytes of K and V of one row that holds `tokens`."""

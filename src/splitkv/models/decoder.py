@@ -302,9 +302,10 @@ class Decoder(nn.Module):
         return self._logits(x)
 
     def _fused(self, tokens: Tensor, state: DecodeState) -> Tensor:
-        from .fused import FusedStep, launches_on
+        from ..backends.launching import on_device
+        from .fused import FusedStep
 
-        with launches_on(tokens):
+        with on_device(tokens):
             now = FusedStep(self.step, tokens, self.embedding, self.frequencies, self.config.rope.scale, state)
             for layer in self.layers:
                 layer.step(now)

@@ -133,8 +133,8 @@ class GgufWeights:
     def _undo(self, name: str) -> Callable[[Tensor], Tensor] | None:
         """What takes this tensor back to the checkpoint's layout; None if it is as it was."""
         config, delta = self.config, self.config.delta
-        if config.kind in ("llama", "mistral") and re.search(r"self_attn\.[qk]_proj", name):
-            heads = config.num_q_heads if "q_proj" in name else config.num_kv_heads
+        heads = rotated_heads(name, config)
+        if heads is not None:
             return lambda w: w.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(w.shape)
         if name.endswith("A_log") and delta is not None:
             return lambda w: torch.log(-_grouped(w, delta, 1))
@@ -161,6 +161,25 @@ def canonical_name(stored: str, config: DecoderConfig) -> str | None:
     known = _OWN_LEAVES.get(config.kind, {}).get(leaf) or _LEAVES.get(leaf)
     name = _WHOLE_LEAVES.get(match[2]) or (f"{known}.{end}" if known else match[2])
     return f"layers.{match[1]}.{name}"
+
+
+def stored_name(name: str, kind: str) -> str:
+    """The GGUF name of a checkpoint's tensor; the reverse of canonical_name for an architecture of this kind."""
+    stored = {canonical: stored for stored, canonical in (_TOP | _WHOLE_LEAVES).items()}
+    leaves = {canonical: stored for stored, canonical in _LEAVES.items()}
+    leaves["post_attention_layernorm"] = "post_attention_norm" if kind == "qwen3_5" else "ffn_norm"
+    if name in stored:
+        return stored[name]
+    _, layer, rest = name.split(".", 2)
+    leaf, _, end = rest.rpartition(".")
+    return f"blk.{layer}.{stored.get(rest) or f'{leaves[leaf]}.{end}'}"
+
+
+def rotated_heads(name: str, config: DecoderConfig) -> int | None:
+    """The heads of a tensor whose rows llama.cpp pairs for its rotation; None for every other tensor."""
+    if config.kind in ("llama", "mistral") and re.search(r"self_attn\.[qk]_proj", name):
+        return config.num_q_heads if "q_proj" in name else config.num_kv_heads
+    return None
 
 
 def _grouped(w: Tensor, delta: DeltaNet, width: int) -> Tensor:

@@ -44,10 +44,9 @@ class ModelFiles:
         free_bytes: int, total_bytes: int | None, unified: bool,
     ) -> MemoryPlan:  # fmt: skip
         """The capacity check, for weights in `dtype`. Windowed layers count in full, as their cache here does."""
-        whole = tuple(replace(group, window=None) for group in self.geometry.attention)
         weights = self.geometry.parameters * DTYPE_BYTES[short_name(dtype)]
         return plan_memory(
-            replace(self.geometry, attention=whole, weights_bytes=weights),
+            replace(self.geometry.whole(), weights_bytes=weights),
             prompt,
             generated=generated,
             free_bytes=free_bytes,

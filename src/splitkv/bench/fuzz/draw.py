@@ -15,6 +15,7 @@ from typing import Any
 from ...plan import plan_decode
 from ...policy import SplitPolicy, ceil_div
 from ...problem import DTYPE_BYTES, DeviceSpec
+from ...tiles import power_of_two
 from .cases import Case, Geometry
 from .tensors import layouts
 
@@ -285,20 +286,27 @@ def _one_class(rng: Random, case: Case, drawn: list[Geometry]) -> tuple[Geometry
 
 
 def _launch_class(case: Case, geometry: Geometry) -> tuple[object, ...]:
-    """What Triton compiles anew for: integers by whether they are 1 or multiples of 16, addresses of 16 bytes, and the
-    plan's constants."""
+    """What each GPU backend compiles anew for. Triton: integers by whether they are 1 or multiples of 16, addresses of
+    16 bytes, and the plan's constants; cuda: whether rows of K and V load in 16 bytes, and the plan's constants."""
     none = (0,) * geometry.batch
     case = replace(case, base=geometry, lengths=none, starts=None if case.starts is None else none)
     found: list[object] = []
     for name, tensor in layouts(case, geometry).items():
         strides = [step if size > 1 else 0 for size, step in zip(tensor.sizes, tensor.strides, strict=True)]
-        found += [name, tensor.start_bytes % 16 == 0, *(1 if n == 1 else n % 16 == 0 for n in strides)]
+        found += [name, tensor.start_bytes % 16 == 0, *((n == 1, n % 16 == 0) for n in strides)]
+        if name in ("k_cache", "v_cache"):
+            found.append(all(n * DTYPE_BYTES[case.kv_dtype] % 16 == 0 for n in strides[:-1]))
     lse = (case.num_q_heads * case.queries if geometry.batch > 1 else 0, case.num_q_heads if case.queries > 1 else 0)
-    plan = plan_decode(case.problem(geometry), DeviceSpec.named("h200"), _policy(case))
-    numbers = (*lse, plan.max_splits, plan.rule.min_len, plan.rule.quantum)
-    found += [1 if n == 1 else n % 16 == 0 for n in numbers]
-    parts = next((limit for limit in (4, 16) if plan.max_splits <= limit), 64)
-    return (*found, plan.max_run, plan.splits and parts, plan.max_run > 1 and geometry.batch)
+    found += [(n == 1, n % 16 == 0) for n in lse]
+    for backend in ("triton", "cuda"):  # not auto, which reads the environment
+        try:
+            plan = plan_decode(case.problem(geometry), DeviceSpec.named("h200"), _policy(case), backend)
+        except ValueError:  # not taken, whatever the layout
+            continue
+        parts = next((limit for limit in (4, 16) if plan.max_splits <= limit), 64)
+        rows = power_of_two(geometry.batch) if plan.max_run > 1 else 1
+        found += [plan.max_run, plan.splits and parts, rows]
+    return tuple(found)
 
 
 # ---- values ------------------------------------------------------------------------------------------------

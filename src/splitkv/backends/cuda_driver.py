@@ -1,0 +1,102 @@
+"""Launches of loaded CUDA kernels by the driver's own function, through ctypes.
+
+cuda-bindings' cuLaunchKernelEx builds objects at every call: it takes several times what the driver itself does. Here
+configurations are made once, by cuda-bindings, and a launch hands over addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+DRIVER = "libcuda.so.1"
+INVALID_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT: this thread has none yet. PyTorch gives a thread one when it needs it itself."""
+
+
+class Launches:
+    """Kernels that take the same arguments, one after the other on a stream, and memory for these arguments.
+
+    device: whose they are. params: the bytes of the arguments, `pointers` addresses first and a 32-bit length at
+    `length_at`. For one launch at a time: the driver copies arguments while it launches.
+    """
+
+    def __init__(
+        self, device: int, kernels: Sequence[tuple[Any, Any]], params: bytes, pointers: int, length_at: int
+    ) -> None:
+        self._device = device
+        self._configs = [config for config, _ in kernels]  # they own what the addresses below point to
+        self._kernels = [(int(config.getPtr()), int(function)) for config, function in kernels]
+        self._params = ctypes.create_string_buffer(params, len(params))
+        self._pointers: Any = (ctypes.c_int64 * pointers).from_buffer(self._params)
+        self._length = ctypes.c_int32.from_buffer(self._params, length_at)
+        self._to_params = ctypes.c_void_p(ctypes.addressof(self._params))
+        self._address = ctypes.addressof(self._to_params)
+        self._launch = launch_function()
+
+    def __call__(self, addresses: Sequence[int], uniform_len: int) -> None:
+        """Raises RuntimeError with the driver's status."""
+        self._pointers[:] = addresses
+        self._length.value = uniform_len
+        for config, function in self._kernels:
+            status = self._launch(config, function, self._address, None)
+            if status == INVALID_CONTEXT:
+                take_context(self._device)
+                status = self._launch(config, function, self._address, None)
+            if status:
+                raise RuntimeError(f"CUDA: {status_name(status)}")
+
+
+def launch_config(grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, dependent: bool) -> Any:
+    """A CUlaunchConfig. dependent: starts while the kernel before it ends, and waits for it by itself."""
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared_bytes, stream
+    if dependent:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+@cache
+def launch_function() -> Callable[[int, int, int, None], int]:
+    """The driver's cuLaunchKernelEx(config, function, addresses of the arguments, extra) -> status, all addresses.
+
+    It lets other threads run meanwhile: a launch waits where the stream's queue is full.
+    """
+    function: Any = ctypes.CDLL(DRIVER).cuLaunchKernelEx
+    function.argtypes, function.restype = [ctypes.c_void_p] * 4, ctypes.c_int
+    return function
+
+
+def take_context(device: int) -> None:
+    """Gives this thread the device's context if it has none. Raises RuntimeError with the driver's status."""
+    from cuda.bindings import driver
+
+    if int(checked(driver.cuCtxGetCurrent())[0]) == 0:
+        context = checked(driver.cuDevicePrimaryCtxRetain(checked(driver.cuDeviceGet(device))[0]))[0]
+        checked(driver.cuCtxSetCurrent(context))
+
+
+def checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What follows the status of a driver or compiler call. Raises RuntimeError where that is not success."""
+    if result[0].value:
+        raise RuntimeError(f"CUDA: {result[0].name}")
+    return result[1:]
+
+
+def status_name(status: int) -> str:
+    """CUDA_ERROR_… of a status; its number where this cuda-bindings does not know it."""
+    from cuda.bindings import driver
+
+    try:
+        return driver.CUresult(status).name
+    except ValueError:
+        return f"status {status}"

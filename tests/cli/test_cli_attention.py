@@ -28,7 +28,7 @@ def test_a_run_writes_the_file_that_its_command_re_creates(result_file: Path) ->
     assert record["command"].startswith("splitkv bench attention --device cpu --cases '^table: 1, 14/2, 64, 512'")
     (row,) = record["rows"]
     assert set(row["us"]) == {"splitkv", "sdpa"} and row["err"]["splitkv"] < 3e-3
-    assert row["floor_us"] == pytest.approx(512 * 2 * 128 * 2 / record["read_bandwidth_tb_s"] / 1e6, rel=1e-3)
+    assert row["floor_us"] > 0 and row["threads"] == record["threads"] and record["goal"] == "1.25 x floor"
 
 
 def test_the_list_names_cases_and_contenders_and_runs_nothing() -> None:

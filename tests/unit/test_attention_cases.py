@@ -2,7 +2,15 @@
 
 import pytest
 
-from splitkv.bench.attention_cases import RAGGED_LONGEST, RAGGED_SHORTEST, AttentionCase, all_cases, select_cases
+from splitkv.bench.attention_cases import (
+    CPU,
+    CPU_THREADS,
+    RAGGED_LONGEST,
+    RAGGED_SHORTEST,
+    AttentionCase,
+    all_cases,
+    select_cases,
+)
 
 # batch, heads, head_dim, length, KV: the rows whose goals the project set itself.
 GOALS = """
@@ -91,7 +99,26 @@ def test_a_pattern_that_picks_nothing_is_refused(pattern: str) -> None:
         select_cases(pattern)
 
 
-def test_a_cpu_gets_no_case_of_many_hundred_megabytes() -> None:
-    on_cpu = select_cases(device="cpu")
+def test_a_cpu_gets_no_case_of_many_hundred_megabytes_but_its_own() -> None:
+    on_cpu = [case for case in select_cases(device="cpu") if case.group not in (CPU, CPU_THREADS)]
     assert max(case.set_keys * case.key_bytes for case in on_cpu) <= 288 << 20
     assert any(case.group == "table" for case in on_cpu)
+
+
+def test_a_cpu_is_asked_for_every_length_and_dtype_and_no_gpu_is() -> None:
+    asked = {
+        (case.num_q_heads, case.num_kv_heads, case.head_dim, case.seq_len, case.kv_dtype)
+        for case in select_cases("^cpu:", device="cpu")
+    }
+    heads = ((16, 4, 256), (32, 8, 128), (14, 2, 64))
+    lengths, dtypes = (4096, 32_768, 262_144), ("f32", "f16", "bf16", "fp8_e4m3", "fp8_e5m2")
+    assert asked == {(*shape, length, dtype) for shape in heads for length in lengths for dtype in dtypes}
+    assert not any(case.group in (CPU, CPU_THREADS) for case in select_cases())
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, {1}), (2, {1, 2}), (12, {1, 2, 4, 8}), (16, {1, 2, 4, 8, 16})])
+def test_threads_go_up_to_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, threads: set[int]) -> None:
+    monkeypatch.setattr("splitkv.bench.attention_cases.usable_cores", lambda: cores)
+    chosen = select_cases("^cpu-threads:", device="cpu")
+    assert {case.threads for case in chosen} == threads and all(case.cost_only for case in chosen)
+    assert ("1 thread" in chosen[0].name) and len({case.name for case in chosen}) == len(chosen)

@@ -48,7 +48,8 @@ struct tile {
     const char *k[TILE_KEYS], *v[TILE_KEYS]; /* KV head 0 of each key; null where its page is absent */
     int64_t begin;
     int count;
-    bool absent; /* some key is */
+    bool absent;      /* some key is */
+    bool in_one_page; /* all keys are */
 };
 
 static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -115,11 +116,16 @@ static void locate_tile(const struct call *call, int64_t b, int64_t begin, int64
         const int64_t page = table->data ? load_integer(at3(table, b, logical, 0), table->dtype) : b;
         const bool present = page >= 0 && page < call->num_pages;
         tile->absent |= !present;
-        for (; j < count && slot < call->page_size; j++, slot++) {
-            tile->k[j] = present ? at3(&call->k, page, slot, 0) : NULL;
-            tile->v[j] = present ? at3(&call->v, page, slot, 0) : NULL;
+        const int page_end = (int)min64(count, j + call->page_size - slot);
+        const int64_t where = present ? page : 0;
+        const char *k = at3(&call->k, where, slot, 0), *v = at3(&call->v, where, slot, 0);
+        tile->in_one_page = j == 0 && page_end == count;
+        for (; j < page_end; j++, k += call->k.stride[1], v += call->v.stride[1]) {
+            tile->k[j] = present ? k : NULL;
+            tile->v[j] = present ? v : NULL;
         }
     }
+    for (int j = (int)count; j % TURNED_KEYS; j++) tile->k[j] = tile->k[j - 1]; /* scores are taken by the vector */
 }
 
 /* Whether some query row may not see some key of the tile, or sees it through a mask. */

@@ -16,7 +16,10 @@
 #include "cpu_tree.h"
 
 #define TASKS_PER_THREAD 4          /* with fewer units per thread, the KV heads of a unit become several tasks */
-#define TASK_TILE_BYTES (256 << 10) /* most K and V bytes of a tile of one task: two tiles stay in 1 MiB of L2 */
+#define MOST_HEADS 64               /* KV heads of a task */
+#ifndef BLOCK_BYTES
+#define BLOCK_BYTES (128 << 10) /* of K or V at a time */
+#endif
 #define ALIGN_FLOATS 16             /* parts of scratch start on their own line */
 
 enum status { OK = 0, NO_MEMORY = 1, PLAN_TOO_SMALL = 2 };
@@ -27,19 +30,26 @@ struct job {
     const struct row *rows;
     struct reader k_reader, v_reader;
     enum product product;
+    int64_t k_block, v_block; /* keys whose K, or V, is read in one go, in the order of memory */
+    bool turned;              /* keys are scored in lanes */
     int q_width;              /* floats that a query row fills (enum product) */
+    float *q;                 /* [batch, query rows, q_width]: see load_queries */
     int64_t k_bytes, v_bytes; /* of a key's row of one KV head */
     int64_t group_rows;       /* query rows per KV head */
     int64_t heads;            /* KV heads per task, at most */
-    bool touches;             /* how memory is kept busy: see touch_rows */
+};
+
+/* KV heads [first_head, first_head + heads) of one unit of a row. */
+struct task {
+    const struct row *row;
+    int64_t unit, first_head, heads;
 };
 
 /* What a thread works in, for job.heads KV heads. */
 struct scratch {
-    float *q;      /* [query rows, q_width] */
-    float *scores; /* [group_rows, TILE_KEYS] */
-    float *factor; /* [group_rows] */
-    float *bias;   /* [TILE_KEYS] */
+    float *scores; /* [query rows, TILE_KEYS] */
+    float *factor; /* [query rows] */
+    float *bias;   /* [group_rows, TILE_KEYS] */
     float *zeros;  /* stands in for the rows of absent keys */
     struct part parts[UNIT_LEVELS + 1];
 };
@@ -53,7 +63,7 @@ static struct part workspace_part(const struct call *call, int64_t unit, int64_t
 /* Writes out and lse of `count` query rows from `first` on. The sink joins here, once. */
 static void finish_rows(const struct job *job, int64_t b, int64_t first, int64_t count, struct part part) {
     const struct call *const call = job->call;
-    const int64_t dim = call->v_head_dim;
+    const int dim = (int)call->v_head_dim;
     for (int64_t r = 0; r < count; r++, part.acc += dim, part.stats += 2) {
         const int64_t head = (first + r) / call->q_len, token = (first + r) % call->q_len;
         const bool empty = part.stats[1] == 0.0f;
@@ -67,8 +77,9 @@ static void finish_rows(const struct job *job, int64_t b, int64_t first, int64_t
         }
         factor *= load_number(at3(&call->v_scale, (first + r) / job->group_rows, 0, 0), F32) / sum;
         char *const out = at3(&call->out, b, token, head);
-        for (int64_t d = 0; d < dim; d++)
-            store_number(out + d * call->out.stride[3], call->out.dtype, empty ? 0.0f : part.acc[d] * factor);
+        for (int s = 0; s < dim; s++)
+            store_number(out + column_at((enum dtype)call->v.dtype, dim, s) * call->out.stride[3],
+                         (enum dtype)call->out.dtype, empty ? 0.0f : part.acc[s] * factor);
         if (call->lse.data) {
             const double lse = empty ? -INFINITY : maximum * 0.69314718055994531 + log(sum);
             store_number(at3(&call->lse, b, token, head), F32, (float)lse);
@@ -76,31 +87,38 @@ static void finish_rows(const struct job *job, int64_t b, int64_t first, int64_t
     }
 }
 
-/* Query rows from `first` on, as f32 or as pairs of bf16 in the order in which K's arrive. */
-static void load_queries(const struct job *job, int64_t b, int64_t first, int64_t count, float *q) {
+/* Query row `r` of batch row `b`, as f32 or as pairs of bf16 in the order in which K's arrive. */
+static void load_query(const struct job *job, int64_t b, int64_t r) {
     const struct call *const call = job->call;
-    for (int64_t r = 0; r < count; r++, q += job->q_width) {
-        const char *const from = at3(&call->q, b, (first + r) % call->q_len, (first + r) / call->q_len);
-        for (int s = 0; s < job->q_width; s++) {
-            if (job->product == IN_F32) {
-                q[s] = load_number(from + s * call->q.stride[3], call->q.dtype);
-                continue;
-            }
+    const enum dtype dtype = (enum dtype)call->q.dtype, k_dtype = (enum dtype)call->k.dtype;
+    const char *const from = at3(&call->q, b, r % call->q_len, r / call->q_len);
+    const int64_t stride = call->q.stride[3];
+    const bool dense = stride == item_bytes[dtype];
+    float *const q = job->q + (b * call->num_q_heads * call->q_len + r) * job->q_width;
+    if (job->product == IN_PAIRS) {
+        for (int s = 0; s < job->q_width; s++)
             for (int i = 0; i < 2; i++)
-                memcpy((char *)(q + s) + 2 * i, from + pair_element(call->k.dtype, s, i) * call->q.stride[3], 2);
-        }
+                memcpy((char *)(q + s) + 2 * i, from + pair_element(k_dtype, job->turned, s, i) * stride, 2);
+    } else if (dense) {
+        for (int s = 0; s < job->q_width; s += LANES) vstore(q + s, load_vector(from + s * stride, dtype));
+    } else {
+        for (int s = 0; s < job->q_width; s++) q[s] = load_number(from + s * stride, dtype);
     }
 }
 
-/* rows[TILE_KEYS]: the tile's keys for one KV head, zeros where a key is absent or there is none. */
-static void resolve(const char *const *keys, int count, int64_t offset, const void *zeros, const char **rows) {
-    for (int j = 0; j < TILE_KEYS; j++) rows[j] = j < count && keys[j] ? keys[j] + offset : zeros;
+/* The keys of a block as they are, or with `zeros` for those that are absent (in `rows`). */
+static const char *const *resolve(const struct tile *tile, const char *const *keys, int count, int64_t *offset,
+                                  const void *zeros, const char **rows) {
+    if (!tile->absent) return keys;
+    for (int j = 0; j < TILE_KEYS; j++) rows[j] = j < count && keys[j] ? keys[j] + *offset : zeros;
+    *offset = 0;
+    return rows;
 }
 
 /* Adds V where some query row may not see some key: one row at a time over the keys that weigh something, so
  * that a hidden NaN or Inf is not multiplied by 0. */
-static void add_visible_values(const struct job *job, const char *const *v, int count, const float *weights,
-                               const float *factor, float *acc) {
+static void add_visible_values(const struct job *job, const char *const *v, int64_t offset, int count,
+                               const float *weights, const float *factor, float *acc) {
     const int dim = (int)job->call->v_head_dim;
     for (int64_t r = 0; r < job->group_rows; r++, weights += TILE_KEYS, acc += dim) {
         const char *seen[TILE_KEYS];
@@ -111,74 +129,145 @@ static void add_visible_values(const struct job *job, const char *const *v, int 
             seen_weights[n] = weights[j];
             seen[n++] = v[j];
         }
-        values_of[job->call->v.dtype](&job->v_reader, 1, seen, NULL, n, seen_weights, factor + r, acc, dim);
+        values_of[job->call->v.dtype](&job->v_reader, 1, seen, offset, n, seen_weights, factor + r, NULL, acc,
+                                      dim);
     }
 }
 
-/* Where there are few multiply-adds per byte, reading a whole tile in the order of memory before the arithmetic
- * beats asking for lines in between, since the processor's own read-ahead then runs at full speed. With more
- * arithmetic asking wins. Measured on a Zen 5 that reads 40 GB/s, four query heads per KV head of 128: touching
- * 39 GB/s in f32 and 33 in bf16, asking 31 and 38. */
-static void touch_rows(const char *const *keys, int count, int64_t first_head, int64_t heads, int64_t head_stride,
-                       int64_t row_bytes) {
-    const bool adjacent = head_stride == row_bytes; /* then one run of memory per key */
-    for (int j = 0; j < count; j++)
-        for (int64_t h = 0; keys[j] && h < (adjacent ? 1 : heads); h++)
-            touch(keys[j] + (first_head + h) * head_stride, adjacent ? heads * row_bytes : row_bytes);
+/* Some neighbouring keys' K, or V: what is read in one go for all heads of a task. */
+struct block {
+    const char *const *keys;
+    const struct view *view;
+    int64_t row_bytes; /* of one head */
+    int count;
+    bool in_one_page;
+};
+
+static struct block block_of(const struct job *job, const struct tile *tile, bool of_v, int first) {
+    const struct call *const call = job->call;
+    const int64_t most = of_v ? job->v_block : job->k_block;
+    return (struct block){
+        .keys = (of_v ? tile->v : tile->k) + first,
+        .view = of_v ? &call->v : &call->k,
+        .row_bytes = of_v ? job->v_bytes : job->k_bytes,
+        .count = (int)min64(most, tile->count - first),
+        .in_one_page = tile->in_one_page && !tile->absent,
+    };
 }
 
-/* Takes one tile into `part` (the query rows of one KV head). `next` at `next_head` is what will be read after
- * it: its lines are asked for meanwhile, unless they are touched in time. */
-static void attend_tile(const struct job *job, const struct row *row, const struct scratch *scratch, const float *q,
-                        const struct tile *tile, int64_t head, const struct tile *next, int64_t next_head,
-                        struct part part) {
+/* What will be read next, in the order of memory. */
+static void look_ahead(struct ahead *ahead, const struct task *task, struct block block) {
+    const int64_t stride = block.view->stride[2];
+    const bool adjacent = stride == block.row_bytes; /* then one run of memory per key */
+    ahead->next = ahead->count = 0;
+    if (adjacent && block.in_one_page && block.count > 0 && block.view->stride[1] == task->heads * stride) {
+        add_run(ahead, block.keys[0] + task->first_head * stride, block.count * block.view->stride[1]);
+        block.count = 0;
+    }
+    for (int64_t h = 0; h < (adjacent ? 1 : task->heads); h++)
+        for (int j = 0; j < block.count; j++)
+            if (block.keys[j])
+                add_run(ahead, block.keys[j] + (task->first_head + h) * stride,
+                        adjacent ? task->heads * block.row_bytes : block.row_bytes);
+    next_run(ahead);
+}
+
+/* scores[r][j] = q_r . k_j for all query rows of a task. */
+static void score_tile(const struct job *job, const struct task *task, const struct scratch *scratch, const float *q,
+                       const struct tile *tile) {
+    const int rows = (int)job->group_rows;
+    struct ahead ahead;
+    const char *present[TILE_KEYS];
+    for (int j = 0; j < tile->count; j += (int)job->k_block) {
+        const struct block block = block_of(job, tile, false, j);
+        const bool last = j + block.count == tile->count;
+        look_ahead(&ahead, task, last ? block_of(job, tile, true, 0) : block_of(job, tile, false, j + block.count));
+        for (int64_t h = 0; h < task->heads; h++) {
+            int64_t offset = (task->first_head + h) * block.view->stride[2];
+            const char *const *const keys = resolve(tile, block.keys, block.count, &offset, scratch->zeros, present);
+            scores_of[job->turned][job->product][job->call->k.dtype](
+                &job->k_reader, rows, q + h * rows * job->q_width, job->q_width, keys, offset, block.count, &ahead,
+                scratch->scores + h * rows * TILE_KEYS + j);
+        }
+    }
+}
+
+/* Scores -> weights, for the query rows of KV head `head`. Returns whether some row may not see some key. */
+static bool weigh_tile(const struct job *job, const struct row *row, const struct scratch *scratch, int64_t head,
+                       const struct tile *tile, float *scores, float *stats, float *factor) {
     const struct call *const call = job->call;
-    const int rows = (int)job->group_rows, dim = (int)call->v_head_dim;
-    const char *now[TILE_KEYS], *later[TILE_KEYS];
-    const char *const *const ahead = job->touches ? NULL : later;
-
-    resolve(tile->k, tile->count, head * call->k.stride[2], scratch->zeros, now);
-    resolve(next->k, next->count, next_head * call->k.stride[2], scratch->zeros, later);
-    scores_function *const score = scores_of[job->product][call->k.dtype];
-    for (int j = 0; j < tile->count; j += SCORE_KEYS)
-        score(&job->k_reader, rows, q, job->q_width, now + j, ahead ? ahead + j : NULL, scratch->scores + j);
-
+    const int rows = (int)job->group_rows;
     const double scale = call->softmax_scale * load_number(at3(&call->k_scale, head, 0, 0), F32);
     const bool biased = needs_bias(call, row, tile);
     bool hides = false;
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; biased && r < rows; r++) {
         const int64_t query_row = head * rows + r;
-        if (biased)
-            hides |= fill_bias(call, row, query_row / call->q_len, query_row % call->q_len, tile, scratch->bias);
-        finish_logits(scale, (float)call->softcap, biased ? scratch->bias : NULL, tile->count,
-                      scratch->scores + r * TILE_KEYS);
+        hides |= fill_bias(call, row, query_row / call->q_len, query_row % call->q_len, tile,
+                           scratch->bias + r * TILE_KEYS);
     }
     for (int r = 0; r < rows; r += LANES)
-        softmax_step((int)min64(LANES, rows - r), scratch->scores + r * TILE_KEYS, part.stats + 2 * r,
-                     scratch->factor + r);
-
-    resolve(tile->v, tile->count, head * call->v.stride[2], scratch->zeros, now);
-    resolve(next->v, next->count, next_head * call->v.stride[2], scratch->zeros, later);
-    if (hides)
-        add_visible_values(job, now, tile->count, scratch->scores, scratch->factor, part.acc);
-    else
-        values_of[call->v.dtype](&job->v_reader, rows, now, ahead, tile->count, scratch->scores, scratch->factor,
-                                 part.acc, dim);
+        softmax_step((int)min64(LANES, rows - r), scale, (float)call->softcap,
+                     biased ? scratch->bias + r * TILE_KEYS : NULL, tile->count, scores + r * TILE_KEYS,
+                     stats + 2 * r, factor + r);
+    return hides;
 }
 
-/* KV heads [first_head, first_head + heads) of one unit of a row: to the output, or to the workspace. */
-static void attend_unit(const struct job *job, const struct row *row, int64_t unit, int64_t first_head, int64_t heads,
+/* Takes one tile into `part` (the query rows of the task); `next` is the tile after it. */
+static void attend_tile(const struct job *job, const struct task *task, const struct scratch *scratch, const float *q,
+                        const struct tile *tile, const struct task *following, const struct tile *next,
+                        struct part part) {
+    const struct call *const call = job->call;
+    const int rows = (int)job->group_rows, dim = (int)call->v_head_dim;
+    struct ahead ahead;
+    const char *present[TILE_KEYS];
+    uint64_t done = 0; /* heads */
+
+    score_tile(job, task, scratch, q, tile);
+    for (int64_t h = 0; h < task->heads; h++) {
+        float *const scores = scratch->scores + h * rows * TILE_KEYS, *const factor = scratch->factor + h * rows;
+        const int64_t head = task->first_head + h;
+        if (!weigh_tile(job, task->row, scratch, head, tile, scores, part.stats + 2 * h * rows, factor)) continue;
+        int64_t offset = head * call->v.stride[2];
+        const char *const *const keys = resolve(tile, tile->v, tile->count, &offset, scratch->zeros, present);
+        add_visible_values(job, keys, offset, tile->count, scores, factor, part.acc + h * rows * dim);
+        done |= 1ull << h;
+    }
+    for (int j = 0; j < tile->count; j += (int)job->v_block) {
+        const struct block block = block_of(job, tile, true, j);
+        const bool last = j + block.count == tile->count;
+        look_ahead(&ahead, last ? following : task,
+                   last ? block_of(job, next, false, 0) : block_of(job, tile, true, j + block.count));
+        for (int64_t h = 0; h < task->heads; h++) {
+            if (done >> h & 1) continue;
+            int64_t offset = (task->first_head + h) * block.view->stride[2];
+            const char *const *const keys = resolve(tile, block.keys, block.count, &offset, scratch->zeros, present);
+            values_of[call->v.dtype](&job->v_reader, rows, keys, offset, block.count,
+                                     scratch->scores + h * rows * TILE_KEYS + j,
+                                     j ? NULL : scratch->factor + h * rows, &ahead, part.acc + h * rows * dim, dim);
+        }
+    }
+}
+
+/* The keys of a task: [begin, end), the first split ends at split_end. */
+static int64_t task_begin(const struct task *task) {
+    return task->row->begin + (task->unit - task->row->first_unit) * task->row->split_len * task->row->run;
+}
+
+/* One task: to the output, or to the workspace. Meanwhile the first tile of `following` is asked for. */
+static void attend_unit(const struct job *job, const struct task *task, const struct task *following,
                         struct scratch *scratch) {
     const struct call *const call = job->call;
+    const struct row *const row = task->row;
+    const int64_t heads = task->heads, first_head = task->first_head;
     const int64_t group = job->group_rows, rows = heads * group, first_row = first_head * group;
-    const int64_t dim = call->v_head_dim, unit_len = row->split_len * row->run;
-    const int64_t begin = row->begin + (unit - row->first_unit) * unit_len, end = min64(begin + unit_len, row->end);
+    const int64_t dim = call->v_head_dim, begin = task_begin(task);
+    const int64_t end = min64(begin + row->split_len * row->run, row->end);
+    const float *const q = job->q + (row->index * call->num_q_heads * call->q_len + first_row) * job->q_width;
     struct walk walk = {.open = {scratch->parts[1], scratch->parts[2]}, .levels = UNIT_LEVELS};
     struct part leaf = scratch->parts[0];
     struct tile tiles[2];
     int current = 0;
 
-    load_queries(job, row->index, first_row, rows, scratch->q);
     int64_t at = begin, split_end = min64(begin + row->split_len, end);
     locate_tile(call, row->index, at, min64(TILE_KEYS, split_end - at), &tiles[current]);
     do { /* once even for a row without keys, whose output is due all the same */
@@ -186,19 +275,20 @@ static void attend_unit(const struct job *job, const struct row *row, int64_t un
         while (at < split_end) {
             const struct tile *const tile = &tiles[current];
             struct tile *const next = &tiles[current ^= 1];
+            const struct task *next_task = task;
             at += tile->count;
-            const int64_t next_end = at < split_end ? split_end : min64(split_end + row->split_len, end);
-            locate_tile(call, row->index, at, min64(TILE_KEYS, next_end - at), next);
-            if (job->touches || tile->begin == begin) { /* nobody has asked for the first tile */
-                touch_rows(tile->k, tile->count, first_head, heads, call->k.stride[2], job->k_bytes);
-                touch_rows(tile->v, tile->count, first_head, heads, call->v.stride[2], job->v_bytes);
+            if (at < end) {
+                const int64_t next_end = at < split_end ? split_end : min64(split_end + row->split_len, end);
+                locate_tile(call, row->index, at, min64(TILE_KEYS, next_end - at), next);
+            } else if (following) {
+                next_task = following;
+                const int64_t first = task_begin(following), left = following->row->end - first;
+                const int64_t count = min64(TILE_KEYS, min64(following->row->split_len, left));
+                locate_tile(call, following->row->index, first, count, next);
+            } else {
+                next->count = 0;
             }
-            for (int64_t h = 0; h < heads; h++) {
-                const bool last = h + 1 == heads;
-                const struct part part = {leaf.acc + h * group * dim, leaf.stats + 2 * h * group};
-                attend_tile(job, row, scratch, scratch->q + h * group * job->q_width, tile, first_head + h,
-                            last ? next : tile, last ? first_head : first_head + h + 1, part);
-            }
+            attend_tile(job, task, scratch, q, tile, next_task, next, leaf);
         }
         leaf = walk_on(&walk, 0, leaf, rows, dim);
         split_end = min64(split_end + row->split_len, end);
@@ -206,7 +296,7 @@ static void attend_unit(const struct job *job, const struct row *row, int64_t un
 
     const struct part whole = walk_up(&walk, rows, dim);
     if (row->units == 1) finish_rows(job, row->index, first_row, rows, whole);
-    else copy_part(workspace_part(call, unit, first_row), whole, rows, dim);
+    else copy_part(workspace_part(call, task->unit, first_row), whole, rows, dim);
 }
 
 /* Joins the units of a row for one KV head, in place in the workspace. */
@@ -231,10 +321,9 @@ static struct scratch lay_out(const struct job *job, float *memory, int64_t *flo
     const int64_t rows = job->heads * job->group_rows, v_dim = job->call->v_head_dim;
     struct scratch scratch;
     *floats = 0;
-    scratch.q = carve(memory, floats, rows * job->q_width);
-    scratch.scores = carve(memory, floats, job->group_rows * TILE_KEYS);
-    scratch.factor = carve(memory, floats, job->group_rows);
-    scratch.bias = carve(memory, floats, TILE_KEYS);
+    scratch.scores = carve(memory, floats, rows * TILE_KEYS);
+    scratch.factor = carve(memory, floats, rows);
+    scratch.bias = carve(memory, floats, job->group_rows * TILE_KEYS);
     scratch.zeros = carve(memory, floats, max64(job->call->head_dim, v_dim));
     for (int i = 0; i <= UNIT_LEVELS; i++) {
         scratch.parts[i].acc = carve(memory, floats, rows * v_dim);
@@ -251,9 +340,36 @@ static bool fits_workspace(const struct call *call, const struct row *rows) {
     return true;
 }
 
-static void run_tasks(const struct job *job, int64_t units, float *memory, int64_t scratch_floats, int64_t threads) {
+/* The next task that nobody has taken; false if there is none. */
+static bool take_task(const struct job *job, int64_t units, int64_t *taken, struct task *task) {
     const struct call *const call = job->call;
     const int64_t tasks_per_unit = ceil_div(call->num_kv_heads, job->heads);
+    int64_t number;
+#pragma omp atomic capture
+    number = (*taken)++;
+    if (number >= units * tasks_per_unit) return false;
+    task->unit = number / tasks_per_unit;
+    task->first_head = number % tasks_per_unit * job->heads;
+    task->heads = min64(job->heads, call->num_kv_heads - task->first_head);
+    task->row = &job->rows[row_of_unit(job->rows, call->batch, task->unit)];
+    return true;
+}
+
+/* A thread's share of the tasks. Each is taken while the one before it is still to be done, so that its first keys
+ * can be asked for. */
+static void do_tasks(const struct job *job, int64_t units, int64_t *taken, struct scratch *scratch) {
+    struct task tasks[2];
+    bool more = take_task(job, units, taken, &tasks[0]);
+    for (int i = 0; more; i ^= 1) {
+        more = take_task(job, units, taken, &tasks[i ^ 1]);
+        attend_unit(job, &tasks[i], more ? &tasks[i ^ 1] : NULL, scratch);
+    }
+}
+
+static void run_tasks(const struct job *job, int64_t units, float *memory, int64_t scratch_floats, int64_t threads) {
+    const struct call *const call = job->call;
+    const int64_t query_rows = call->num_q_heads * call->q_len;
+    int64_t taken = 0;
 #pragma omp parallel num_threads((int)threads)
     {
 #ifdef _OPENMP
@@ -264,12 +380,10 @@ static void run_tasks(const struct job *job, int64_t units, float *memory, int64
         int64_t floats;
         struct scratch scratch = lay_out(job, memory + thread * scratch_floats, &floats);
         memset(scratch.zeros, 0, (size_t)max64(call->head_dim, call->v_head_dim) * sizeof(float));
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < units * tasks_per_unit; task++) {
-            const int64_t unit = task / tasks_per_unit, head = task % tasks_per_unit * job->heads;
-            const struct row *const row = &job->rows[row_of_unit(job->rows, call->batch, unit)];
-            attend_unit(job, row, unit, head, min64(job->heads, call->num_kv_heads - head), &scratch);
-        }
+#pragma omp for
+        for (int64_t r = 0; r < call->batch * query_rows; r++) load_query(job, r / query_rows, r % query_rows);
+        do_tasks(job, units, &taken, &scratch);
+#pragma omp barrier
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < call->batch * call->num_kv_heads; task++) {
             const struct row *const row = &job->rows[task / call->num_kv_heads];
@@ -279,13 +393,14 @@ static void run_tasks(const struct job *job, int64_t units, float *memory, int64
 }
 
 /* All KV heads of a unit are one task, since they are neighbours in memory, unless there are too few units to go
- * round or a tile of all heads would crowd the cache. */
+ * round. */
 static int64_t heads_per_task(const struct call *call, int64_t units) {
     const int64_t tasks_per_unit = ceil_div(TASKS_PER_THREAD * call->num_threads, max64(units, 1));
-    const int64_t head_bytes =
-        call->head_dim * item_bytes[call->k.dtype] + call->v_head_dim * item_bytes[call->v.dtype];
-    const int64_t most = max64(TASK_TILE_BYTES / (TILE_KEYS * head_bytes), 1);
-    return min64(ceil_div(call->num_kv_heads, tasks_per_unit), most);
+    return min64(ceil_div(call->num_kv_heads, tasks_per_unit), MOST_HEADS);
+}
+
+static int64_t keys_per_block(int64_t key_bytes, int64_t least) {
+    return min64(max64(BLOCK_BYTES / key_bytes / least * least, least), TILE_KEYS);
 }
 
 int splitkv_cpu_decode(const struct call *call) {
@@ -296,20 +411,25 @@ int splitkv_cpu_decode(const struct call *call) {
     init_reader(&job.k_reader, k_dtype);
     init_reader(&job.v_reader, v_dtype);
     job.product = product_of((enum dtype)call->q.dtype, k_dtype, call->head_dim);
-    job.q_width = (int)call->head_dim / (job.product == IN_PAIRS ? 2 : 1);
-    job.group_rows = call->num_q_heads / call->num_kv_heads * call->q_len;
     job.k_bytes = call->head_dim * item_bytes[k_dtype];
     job.v_bytes = call->v_head_dim * item_bytes[v_dtype];
-    job.touches = job.group_rows <= item_bytes[k_dtype];
+    job.turned = turns(job.product, k_dtype, call->head_dim);
+    job.q_width = (int)call->head_dim / (job.product == IN_PAIRS ? 2 : 1);
+    job.group_rows = call->num_q_heads / call->num_kv_heads * call->q_len;
 
     const int64_t units = cut_rows(call, rows);
     job.heads = heads_per_task(call, units);
+    job.k_block = keys_per_block(job.heads * job.k_bytes, job.turned ? TURNED_KEYS : 4);
+    job.v_block = keys_per_block(job.heads * job.v_bytes, 8);
     const int64_t tasks = units * ceil_div(call->num_kv_heads, job.heads), threads = min64(call->num_threads, tasks);
 
     int64_t scratch_floats;
     lay_out(&job, NULL, &scratch_floats);
+    const int64_t q_floats = call->batch * call->num_q_heads * call->q_len * job.q_width;
+    const int64_t floats = threads * scratch_floats + ceil_div(q_floats, ALIGN_FLOATS) * ALIGN_FLOATS;
     const bool fits = call->max_run <= MAX_RUN && fits_workspace(call, rows);
-    float *const memory = fits ? aligned_alloc(LINE_BYTES, (size_t)(threads * scratch_floats) * sizeof(float)) : NULL;
+    float *const memory = fits ? aligned_alloc(LINE_BYTES, (size_t)floats * sizeof(float)) : NULL;
+    job.q = memory ? memory + threads * scratch_floats : NULL;
     if (memory) run_tasks(&job, units, memory, scratch_floats, threads);
     free(memory);
     free(rows);

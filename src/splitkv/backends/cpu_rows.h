@@ -114,8 +114,12 @@ INLINE void store_number(char *p, enum dtype dtype, float x) {
  * two high bytes of the 128 magnitudes' f32 (the two low ones are 0: both kinds of fp8 are exact in bf16). */
 struct reader {
     enum dtype dtype;
-    float table[256];
+    float table[256] __attribute__((aligned(LINE_BYTES)));
+#if FP8_BY_BYTES
     uint8_t byte3[128], byte2[128];
+    /* where vector i of f32, or of turned pairs, takes its bytes from: byte2 (0..63) or byte3 (64..127) */
+    uint8_t to_f32[4][64], to_pairs[2][64];
+#endif
 };
 
 static void init_reader(struct reader *reader, enum dtype dtype) {
@@ -123,23 +127,73 @@ static void init_reader(struct reader *reader, enum dtype dtype) {
     if (dtype != E4M3 && dtype != E5M2) return;
     for (int code = 0; code < 256; code++)
         reader->table[code] = dtype == E4M3 ? e4m3_value((uint8_t)code) : e5m2_value((uint8_t)code);
+#if FP8_BY_BYTES
     for (int code = 0; code < 128; code++) {
         reader->byte3[code] = (uint8_t)(bits_of_float(reader->table[code]) >> 24);
         reader->byte2[code] = (uint8_t)(bits_of_float(reader->table[code]) >> 16);
     }
+    for (int i = 0; i < 64; i++) {
+        reader->to_f32[i / 16][i % 16 * 4 + 2] = (uint8_t)i;
+        reader->to_f32[i / 16][i % 16 * 4 + 3] = (uint8_t)(64 + i);
+        reader->to_pairs[i % 2][i / 2 * 2] = (uint8_t)i;
+        reader->to_pairs[i % 2][i / 2 * 2 + 1] = (uint8_t)(64 + i);
+    }
+#endif
 }
 
-/* Asks for the lines of `bytes` bytes from p on. A processor may drop such a request when it is busy, so requests
- * are spread over the arithmetic and never come in bursts. */
-INLINE void ask_for(const char *p, const int bytes) {
+/* ---- reading ahead ------------------------------------------------------------------------------------------- */
+
+/* Memory that will be read next, in the order of its addresses: runs of bytes, asked for a little at a time while the
+ * arithmetic goes on. A burst would stall it, and the processor's own read-ahead follows ascending addresses only. */
+#define MOST_RUNS 128
+struct run {
+    const char *at, *end;
+};
+struct ahead {
+    struct run now, runs[MOST_RUNS];
+    int next, count;
+};
+
+static void next_run(struct ahead *ahead) {
+    ahead->now = ahead->next < ahead->count ? ahead->runs[ahead->next++] : (struct run){NULL, NULL};
+}
+
+/* Adds `bytes` bytes from `at` on; what is too many is left out, as asking is never a must. */
+static void add_run(struct ahead *ahead, const char *at, int64_t bytes) {
+    struct run *const last = ahead->runs + ahead->count - 1;
+    if (ahead->count && last->end == at) last->end += bytes;
+    else if (ahead->count < MOST_RUNS) ahead->runs[ahead->count++] = (struct run){at, at + bytes};
+}
+
+/* Part of that memory: what a loop asks for, step by step. */
+struct share {
+    const char *at;
+    bool moves; /* or it is one line, again and again */
+};
+
+/* The next `bytes` bytes. They are asked for at once where they are not one run. */
+static struct share next_share(struct ahead *ahead, int64_t bytes) {
+    if (!ahead) return (struct share){(const char *)&item_bytes, false};
+    if (ahead->now.end - ahead->now.at >= bytes) {
+        const struct share share = {ahead->now.at, true};
+        ahead->now.at += bytes;
+        return share;
+    }
+    for (int64_t asked = 0; asked < bytes && ahead->now.at < ahead->now.end; asked += LINE_BYTES) {
+        __builtin_prefetch(ahead->now.at);
+        ahead->now.at += LINE_BYTES;
+        if (ahead->now.at >= ahead->now.end) next_run(ahead);
+    }
+    return next_share(NULL, bytes);
+}
+
+INLINE void ask(struct share *share, const int bytes) {
     UNROLL
-    for (int at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(p + at);
+    for (int i = 0; i < bytes; i += LINE_BYTES) __builtin_prefetch(share->at + i);
+    if (share->moves) share->at += bytes;
 }
 
-/* Reads a line each of `bytes` bytes from p on, in order. */
-INLINE void touch(const char *p, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += LINE_BYTES) (void)*(const volatile char *)(p + at);
-}
+/* ---- vectors ------------------------------------------------------------------------------------------------- */
 
 INLINE vec vload_f16(const char *at) {
 #if LANES == 16
@@ -166,40 +220,43 @@ INLINE vec vload_bf16(const char *at) {
 #endif
 }
 
-/* A few vectors of one stored row, part way to f32: what they share is done once (for fp8), the rest when each is
+/* LANES numbers of a query, or of a mask. */
+INLINE vec load_vector(const char *at, enum dtype dtype) {
+    if (dtype == F32) return vload((const float *)at);
+    return dtype == F16 ? vload_f16(at) : vload_bf16(at);
+}
+
+/* A few vectors of stored numbers, part way to f32: what they share is done once (for fp8), the rest when each is
  * asked for. `dtype` is a constant wherever these are used; E4M3 stands for both kinds of fp8. */
 struct packed {
     const char *at;
 #if FP8_BY_BYTES
-    __m512i pairs[2]; /* lane j of pairs[i]: elements 32i + j (low half) and 32i + 16 + j (high half), as bf16 */
+    __m512i byte2, byte3; /* of 64 numbers: the two high bytes of each one's f32 */
 #endif
 };
 
-/* `count` elements from `first` on: a multiple of LANES, at most 64. */
+#if FP8_BY_BYTES
+INLINE struct packed decode_fp8(const struct reader *reader, __m512i code) {
+    struct packed packed = {NULL};
+    const __m512i magnitude3 = _mm512_permutex2var_epi8(_mm512_loadu_si512(reader->byte3), code,
+                                                        _mm512_loadu_si512(reader->byte3 + 64));
+    packed.byte2 = _mm512_permutex2var_epi8(_mm512_loadu_si512(reader->byte2), code,
+                                            _mm512_loadu_si512(reader->byte2 + 64));
+    packed.byte3 = _mm512_ternarylogic_epi32(magnitude3, code, _mm512_set1_epi8((char)0x80), 0xf8); /* a | (b & c) */
+    return packed;
+}
+#endif
+
+/* `count` elements of a row from `first` on: a multiple of LANES, at most 64. */
 INLINE struct packed pack(const enum dtype dtype, const struct reader *reader, const char *row, int first,
                           int count) {
-    struct packed packed = {.at = row + (int64_t)first * item_bytes[dtype]};
+    const char *const at = row + (int64_t)first * item_bytes[dtype];
 #if FP8_BY_BYTES
-    if (dtype == E4M3) {
-        const __m512i code = _mm512_maskz_loadu_epi8(~0ull >> (64 - count), packed.at);
-        const __m512i sign = _mm512_and_si512(code, _mm512_set1_epi8((char)0x80));
-        const __m512i magnitude3 = _mm512_permutex2var_epi8(_mm512_loadu_si512(reader->byte3), code,
-                                                            _mm512_loadu_si512(reader->byte3 + 64));
-        const __m512i byte2 = _mm512_permutex2var_epi8(_mm512_loadu_si512(reader->byte2), code,
-                                                       _mm512_loadu_si512(reader->byte2 + 64));
-        const __m512i byte3 = _mm512_or_si512(magnitude3, sign);
-        /* lane j takes bytes j, 64 + j, 16 + j, 80 + j (then 32 further on) of byte2 (0..63) and byte3 (64..127) */
-        const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        const __m512i spread = _mm512_mullo_epi32(lane, _mm512_set1_epi32(0x01010101));
-        const __m512i index0 = _mm512_add_epi32(spread, _mm512_set1_epi32(0x50104000));
-        const __m512i index1 = _mm512_add_epi32(spread, _mm512_set1_epi32(0x70306020));
-        packed.pairs[0] = _mm512_permutex2var_epi8(byte2, index0, byte3);
-        packed.pairs[1] = _mm512_permutex2var_epi8(byte2, index1, byte3);
-    }
+    if (dtype == E4M3) return decode_fp8(reader, _mm512_maskz_loadu_epi8(~0ull >> (64 - count), at));
 #else
     (void)reader, (void)count;
 #endif
-    return packed;
+    return (struct packed){.at = at};
 }
 
 /* Vector `part` of what was packed, as f32. */
@@ -209,10 +266,8 @@ INLINE vec unpack(const enum dtype dtype, const struct reader *reader, struct pa
     if (dtype == F16) return vload_f16(at);
     if (dtype == BF16) return vload_bf16(at);
 #if FP8_BY_BYTES
-    (void)reader;
-    const __m512i pairs = packed.pairs[part / 2];
-    if (part % 2) return (vec)_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000));
-    return (vec)_mm512_slli_epi32(pairs, 16);
+    return (vec)_mm512_maskz_permutex2var_epi8(0xccccccccccccccccull, packed.byte2,
+                                               _mm512_loadu_si512(reader->to_f32[part]), packed.byte3);
 #else
     vec v;
     for (int i = 0; i < LANES; i++) v[i] = reader->table[(uint8_t)at[i]];
@@ -220,18 +275,73 @@ INLINE vec unpack(const enum dtype dtype, const struct reader *reader, struct pa
 #endif
 }
 
+/* ---- pairs of bf16: one 32-bit lane, the low half first ------------------------------------------------------ */
+
 #if HAVE_PAIRS
 /* Vector `part` of what was packed, as pairs of bf16. */
 INLINE vec unpack_pairs(const enum dtype dtype, struct packed packed, const int part) {
-    return dtype == E4M3 ? (vec)packed.pairs[part] : vload((const float *)packed.at + part * LANES);
+    if (dtype == BF16) return vload((const float *)packed.at + part * LANES);
+    return (vec)(part ? _mm512_unpackhi_epi8(packed.byte2, packed.byte3)
+                      : _mm512_unpacklo_epi8(packed.byte2, packed.byte3));
+}
+
+/* 16 lanes of four fp8 -> their elements 0 and 2 as pairs, and 1 and 3. */
+INLINE void turned_pairs(const struct reader *reader, __m512i code, vec *pairs) {
+    const struct packed packed = decode_fp8(reader, code);
+    UNROLL
+    for (int i = 0; i < 2; i++)
+        pairs[i] = (vec)_mm512_permutex2var_epi8(packed.byte2, _mm512_loadu_si512(reader->to_pairs[i]), packed.byte3);
 }
 
 /* c + a0 * b0 + a1 * b1 where each lane of a and b is a pair. The products are exact in f32. */
 INLINE vec vdot_pairs(vec a, vec b, vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 #endif
 
-/* The element of a row in half `i` (0 low, 1 high) of pair `s`, as memory (bf16) or `pack` (fp8) arranges them. */
-INLINE int pair_element(enum dtype dtype, int s, int i) {
-    return dtype == BF16 ? 2 * s + i : s / 16 * 32 + s % 16 + 16 * i;
+/* The element of a row in half `i` (0 low, 1 high) of pair `s`: as in memory, or for fp8 as unpack_pairs puts the 64
+ * numbers of a vector of bytes, eight from each of its quarters at a time, or as turned_pairs does. */
+INLINE int pair_element(enum dtype dtype, bool turned, int s, int i) {
+    if (dtype == BF16) return 2 * s + i;
+    if (turned) return s / 2 * 4 + s % 2 + 2 * i;
+    return s / 32 * 64 + s % 16 / 4 * 16 + s % 32 / 16 * 8 + s % 4 * 2 + i;
+}
+
+/* ---- columns of V -------------------------------------------------------------------------------------------- */
+
+/* Columns [column, column + vecs * LANES) of `keys` neighbouring keys as f32; vecs is even if keys is two. Two
+ * vectors of bf16 are taken apart as they lie, the low halves of 2 * LANES columns and then the high ones, which is
+ * half the work of widening each. */
+INLINE void columns(const enum dtype dtype, const struct reader *reader, const int keys, const int vecs,
+                    const char *const *v, int64_t offset, int column, vec *value) {
+    const char *const row = v[0] + offset;
+#if FP8_BY_BYTES
+    if (keys == 2) {
+        const __m256i first = _mm256_loadu_si256((const void *)(row + column));
+        const __m256i second = _mm256_loadu_si256((const void *)(v[1] + offset + column));
+        const struct packed both = decode_fp8(reader, _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1));
+        UNROLL
+        for (int c = 0; c < 4; c++) value[c] = unpack(dtype, reader, both, c);
+        return;
+    }
+#endif
+    (void)keys;
+    if (dtype == BF16 && vecs > 1) {
+        UNROLL
+        for (int c = 0; c < vecs; c += 2) {
+            const uvec pairs = (uvec)vload((const float *)(row + 2 * (column + c * LANES)));
+            value[c] = (vec)(pairs << 16);
+            value[c + 1] = (vec)(pairs & 0xffff0000u);
+        }
+        return;
+    }
+    const struct packed packed = pack(dtype, reader, row, column, vecs * LANES);
+    UNROLL
+    for (int c = 0; c < vecs; c++) value[c] = unpack(dtype, reader, packed, c);
+}
+
+/* The column of V that is summed at place s of a part: see `columns`. */
+INLINE int column_at(enum dtype dtype, int dim, int s) {
+    if (dtype != BF16 || s >= dim / (2 * LANES) * (2 * LANES)) return s;
+    const int within = s % (2 * LANES);
+    return s - within + within % LANES * 2 + within / LANES;
 }
 #endif

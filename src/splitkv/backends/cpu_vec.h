@@ -17,24 +17,24 @@
 #include <immintrin.h>
 #define LANES 16
 #define ISA "avx512"
-#define REGISTER_ROWS 4 /* query rows whose sums stay in registers: 4 rows x 4 keys (or columns) of 32 registers */
+#define BLOCK_SUMS 16 /* sums that stay in registers beside what they are made of: half the registers there are */
 typedef __m512 vec;
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define LANES 8
 #define ISA "avx2"
-#define REGISTER_ROWS 2
+#define BLOCK_SUMS 8
 typedef __m256 vec;
 #elif defined(__aarch64__) && defined(__ARM_NEON)
 #include <arm_neon.h>
 #define LANES 4
 #define ISA "neon"
-#define REGISTER_ROWS 4
+#define BLOCK_SUMS 16
 typedef float vec __attribute__((vector_size(16)));
 #else
 #define LANES 4
 #define ISA "generic"
-#define REGISTER_ROWS 2
+#define BLOCK_SUMS 8
 typedef float vec __attribute__((vector_size(16)));
 #endif
 
@@ -76,6 +76,13 @@ INLINE vec vfma(vec a, vec b, vec c) {
 
 /* Lane by lane: a where mask is all ones, b where it is zero. */
 INLINE vec vselect(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
+
+/* All ones in the first `count` lanes. */
+INLINE ivec first_lanes(int count) {
+    ivec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    return lane < (ivec){0} + count;
+}
 
 /* The larger of the two; b where a is NaN. */
 INLINE vec vmax(vec a, vec b) {
@@ -125,7 +132,7 @@ INLINE void vmax4(vec a, vec b, vec c, vec d, float *out) { ACROSS4(larger); }
  * x = n + f with n whole and |f| <= 1/2; 2^f is a polynomial of least relative error; 2^n is an exponent. */
 INLINE vec vexp2(vec x) {
     const vec round = vset1(12582912.0f); /* 1.5 * 2^23: adding it leaves no room for a fraction */
-    x = vselect((ivec)(x < vset1(-127.0f)), vset1(-127.0f), x);
+    x = vmax(vset1(-127.0f), x);
     const vec shifted = x + round;
     const vec f = x - (shifted - round);
     vec p = vset1(1.5353362e-4f);

@@ -1,7 +1,7 @@
 """The cases of `splitkv bench attention`, and how a run picks among them.
 
 The group `table` is the table of goals, row for row; the others vary one thing each. Cases of the `cost-` groups
-show how time grows, so only splitkv is timed in them.
+show how time grows, so only splitkv is timed in them. The groups `cpu` and `cpu-threads` are for CPUs alone.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from ..problem import DTYPE_BYTES, MIB, DecodeProblem
+from .machine import usable_cores
 
 PAGE_OF_PEERS = 16
 """Keys per page for a contender that only reads pages, in a case whose own cache is contiguous."""
@@ -22,6 +23,11 @@ RAGGED_SHORTEST, RAGGED_LONGEST = 1024, 65_536
 CPU_SET_BYTES = 288 * MIB
 """Largest KV set of a case that a CPU runs, where one call takes a tenth of a second already."""
 COST = "cost-"
+CPU, CPU_THREADS = "cpu", "cpu-threads"
+CPU_HEADS = (("16/4", 256), ("32/8", 128), ("14/2", 64))
+CPU_DTYPES = ("f32", "f16", "bf16", "fp8_e4m3", "fp8_e5m2")
+THREADS, THREADS_KEYS = (1, 2, 4, 8, 16, 32, 64), 32_768
+"""Numbers of threads, and the length, that show how a CPU's speed grows with its cores."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class AttentionCase:
     """One row of the result. lens: every row's length where they differ; seq_len is the longest.
 
     page_size: of splitkv's own cache, None for a contiguous one. capacity: keys that a row has room for, 0 for
-    its length rounded up.
+    its length rounded up. threads: of a CPU, 0 for all that PyTorch takes.
     """
 
     group: str
@@ -44,16 +50,19 @@ class AttentionCase:
     q_len: int = 1
     capacity: int = 0
     lens: tuple[int, ...] = ()
+    threads: int = 0
 
     @property
     def name(self) -> str:
         """batch, heads, head_dim, length, KV, and what else is unusual about it."""
         size = f"{self.head_dim}/{self.v_dim}" if self.v_dim != self.head_dim else f"{self.head_dim}"
         length = f"{min(self.lens)}-{max(self.lens)}" if self.lens else f"{self.seq_len}"
-        words = [f"{self.batch}", f"{self.num_q_heads}/{self.num_kv_heads}", size, length, self.kv_dtype.split("_")[0]]
+        dtype = self.kv_dtype if self.kv_dtype == "fp8_e5m2" else self.kv_dtype.split("_")[0]
+        words = [f"{self.batch}", f"{self.num_q_heads}/{self.num_kv_heads}", size, length, dtype]
         words += [f"page {self.page_size}"] if self.page_size else []
         words += [f"{self.q_len} queries"] if self.q_len > 1 else []
         words += [f"capacity {self.capacity}"] if self.capacity else []
+        words += [f"{self.threads} thread{'s' * (self.threads > 1)}"] if self.threads else []
         return ", ".join(words)
 
     @property
@@ -123,7 +132,7 @@ class AttentionCase:
 
     @property
     def cost_only(self) -> bool:
-        return self.group.startswith(COST)
+        return self.group.startswith((COST, CPU_THREADS))
 
 
 def ragged_lens(batch: int) -> tuple[int, ...]:
@@ -184,7 +193,20 @@ def all_cases() -> tuple[AttentionCase, ...]:
         AttentionCase("192/128", *shape, "bf16", v_head_dim=128)
         for shape in ((1, 32, 8, 192, 32_768), (1, 32, 8, 192, 131_072), (16, 32, 8, 192, 8192))
     ]
-    return (*table, *dtypes, *ragged, *paged, *queries, *uneven, *_cost_cases())
+    return (*table, *dtypes, *ragged, *paged, *queries, *uneven, *_cost_cases(), *_cpu_cases())
+
+
+def _cpu_cases() -> list[AttentionCase]:
+    """What a CPU is asked for: every length and dtype with all its cores, and one length with one core and more."""
+    grid = [
+        (1, heads, head_dim, length, dtype)
+        for dtype in CPU_DTYPES
+        for heads, head_dim in CPU_HEADS
+        for length in (4096, THREADS_KEYS, 262_144)
+    ]
+    scaled = [(1, heads, head_dim, THREADS_KEYS, dtype) for dtype in CPU_DTYPES[:4] for heads, head_dim in CPU_HEADS]
+    threaded = [replace(case, threads=n) for case in _cases(CPU_THREADS, *scaled) for n in THREADS]
+    return _cases(CPU, *grid) + threaded
 
 
 def _cost_cases() -> list[AttentionCase]:
@@ -203,12 +225,11 @@ def select_cases(
 ) -> tuple[AttentionCase, ...]:
     """The cases whose "group: name" matches `pattern` (a regular expression, found anywhere).
 
-    quick: one in three of each group, the first always. On a CPU, cases over 288 MiB a set are left out. Raises
-    ValueError for a pattern that is none, or that no case matches.
+    quick: one in three of each group, the first always. On a CPU, cases of a GPU's groups over 288 MiB a set are left
+    out, and those for more threads than there are cores. Raises ValueError for a pattern that is none, or that no
+    case matches.
     """
-    chosen = all_cases() if cases is None else tuple(cases)
-    if device == "cpu":
-        chosen = tuple(case for case in chosen if case.set_keys * case.key_bytes <= CPU_SET_BYTES)
+    chosen = tuple(case for case in (all_cases() if cases is None else cases) if _suits(case, device))
     if quick:
         chosen = tuple(case for n, case in enumerate(chosen) if case == _first(chosen, case.group) or n % 3 == 0)
     if pattern is not None:
@@ -220,6 +241,12 @@ def select_cases(
     if not chosen:
         raise ValueError(f"cases: expected a pattern that some case matches on {device}, got {pattern!r}")
     return chosen
+
+
+def _suits(case: AttentionCase, device: str) -> bool:
+    if case.group in (CPU, CPU_THREADS):
+        return device == "cpu" and case.threads <= usable_cores()
+    return device != "cpu" or case.set_keys * case.key_bytes <= CPU_SET_BYTES
 
 
 def _first(cases: Sequence[AttentionCase], group: str) -> AttentionCase:

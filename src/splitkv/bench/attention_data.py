@@ -71,6 +71,11 @@ class CaseTensors:
         v = self._arena.v[first * case.v_dim : last * case.v_dim].view(-1, case.v_dim)
         return k, v
 
+    def memory(self, i: int) -> tuple[Tensor, Tensor]:
+        """K and V of set i as flat memory, the whole of what it occupies."""
+        k, v = self._flat(i, spare=False)
+        return k.flatten(), v.flatten()
+
     def rows(self, i: int) -> tuple[Tensor, Tensor]:
         """Set i as [batch, row_keys, num_kv_heads, head_dim or v_head_dim]. Not for ragged cases."""
         shape = (self.case.batch, self.case.row_keys, self.case.num_kv_heads, -1)

@@ -29,7 +29,7 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Out = Annotated[Path | None, typer.Option(help="Also write the result to this JSON file.")]
-Commit = Annotated[str | None, typer.Option(help="Source commit, where there is no git history.")]
+Commit = Annotated[str | None, typer.Option(help="Source commit, or COMMIT:TREE, where git does not know it.")]
 Dirty = Annotated[
     bool | None, typer.Option("--dirty/--clean", help="Whether that source was changed. Default: unknown.")
 ]

@@ -1,12 +1,14 @@
 """Result files: one JSON object that says what was measured, where, from which source, and how to do it
 again.
 
-Nothing here is guessed. The commit comes from git, or from the caller where there is no git history (a GPU
-machine that holds only a copy of the tree), or it is "unknown"; so does the dirty flag.
+Nothing here is guessed. The tree, git's hash of the package's files, is computed from the files that run. The commit
+comes from git, or from the caller where git has no say (a GPU machine that holds only a copy of the tree), or it is
+"unknown"; so does the dirty flag. A commit that the caller gives together with its tree is checked against the files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -29,20 +31,30 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def provenance(commit: str | None = None, dirty: bool | None = None, folder: Path = _PACKAGE) -> dict[str, Any]:
-    """{"commit", "dirty", "commit_source"} of the source in `folder`.
+    """{"commit", "dirty", "commit_source", "tree"} of the source in `folder`.
 
-    Where git tracks that folder, git decides and a contradicting `commit` or `dirty` is a ValueError. Where
-    it does not (an installed wheel, a copied tree), the caller's word is taken and marked "option". What
-    nobody says is "unknown".
+    commit: a commit, or COMMIT:TREE with what `git rev-parse COMMIT:src/splitkv` says: then the files must be that
+    tree's, which is marked "tree", and anyone who has the commit can check it. Else, where git tracks that folder, git
+    decides and a contradicting `commit` or `dirty` is a ValueError. Where it does not (an installed wheel, a copied
+    tree), the caller's word is taken and marked "option". What nobody says is "unknown".
     """
-    if commit is not None and not re.fullmatch(r"[0-9a-f]{7,40}", commit):
-        raise ValueError(f"commit: expected 7 to 40 hexadecimal digits, got {commit!r}")
+    if commit is not None and not re.fullmatch(r"[0-9a-f]{7,40}(:[0-9a-f]{40})?", commit):
+        raise ValueError(f"commit: expected 7 to 40 hexadecimal digits, or COMMIT:TREE, got {commit!r}")
+    tree = source_tree(folder)
+    if commit is not None and ":" in commit:
+        commit, told = commit.split(":")
+        if told != tree:
+            raise ValueError(f"commit: expected the tree {tree} of the files here, got {told}")
+        if dirty:
+            raise ValueError("dirty: expected --clean or nothing, as the files are the tree's, got --dirty")
+        return {"commit": commit, "dirty": False, "commit_source": "tree", "tree": tree}
     head = _git_head(folder)
     if head is None:
         return {
             "commit": commit or UNKNOWN,
             "dirty": UNKNOWN if dirty is None else dirty,
             "commit_source": "option" if commit else UNKNOWN,
+            "tree": tree,
         }
     paths = [":/", f":(top,exclude){RESULTS_FOLDER}"]
     status = machine.output_of(["git", "status", "--porcelain", "--", *paths], folder)
@@ -52,7 +64,27 @@ def provenance(commit: str | None = None, dirty: bool | None = None, folder: Pat
     if dirty is not None and dirty != changed:
         names = {True: "--dirty", False: "--clean", UNKNOWN: UNKNOWN}
         raise ValueError(f"dirty: expected {names[changed]} (git's answer here) or nothing, got {names[dirty]}")
-    return {"commit": head, "dirty": changed, "commit_source": "git"}
+    return {"commit": head, "dirty": changed, "commit_source": "git", "tree": tree}
+
+
+def source_tree(folder: Path) -> str:
+    """The hash that git gives a folder of these files, bytecode left out: equal trees, equal files."""
+    entries = []
+    for path in folder.iterdir():
+        if path.is_dir() and path.name != "__pycache__":
+            entries.append((f"{path.name}/", b"40000", source_tree(path)))
+        elif path.is_file() and path.suffix != ".pyc":
+            mode = b"100755" if os.access(path, os.X_OK) else b"100644"
+            entries.append((path.name, mode, _git_hash(b"blob", path.read_bytes())))
+    lines = [
+        mode + b" " + name.rstrip("/").encode() + b"\0" + bytes.fromhex(digest)
+        for name, mode, digest in sorted(entries)
+    ]
+    return _git_hash(b"tree", b"".join(lines))
+
+
+def _git_hash(kind: bytes, data: bytes) -> str:
+    return hashlib.sha1(kind + b" %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
 def _git_head(folder: Path) -> str | None:

@@ -33,8 +33,9 @@ FIRST_SAMPLE_LIMIT = 3.0
 """A first sample this many times the slowest of the rest paid for a warm-up: no neighbour is so punctual."""
 ATTEMPTS = 3
 
-PEAK_SLACK = {"cuda": 1.05, "cpu": 1.3}
-"""Implied over measured read bandwidth that is still believed. A CPU's sweep shares its cores."""
+PEAK_SLACK = {"cuda": 1.05, "cpu": 2.0}
+"""Implied over measured read bandwidth that is still believed. A CPU shares its memory: two virtual cores were seen to
+read 43 GB/s in one minute and 75 in the next."""
 SPREAD_LIMIT = {"cuda": 0.10, "cpu": 0.50}
 """(p80 - p20) / median: beyond it a GPU timing is rejected, and a CPU timing is labelled noisy."""
 BUDGET_S = {"cuda": 0.4, "cpu": 0.6}

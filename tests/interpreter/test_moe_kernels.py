@@ -24,6 +24,8 @@ KINDS = {
     "groups": replace(PLAIN, shared=2, scale=16.0, groups=8, chosen_groups=3),
     "odd sizes": replace(PLAIN, count=13, chosen=5, width=7, shared=1),
     "one": replace(PLAIN, count=1, chosen=1),
+    "as many as Qwen3.5": replace(PLAIN, count=256, chosen=8, width=16, shared=1, gated=True, renormalise=True),
+    "as many as DeepSeek-V2": replace(PLAIN, count=160, chosen=6, width=16, shared=2, groups=8, chosen_groups=3),
     "all": replace(PLAIN, count=6, chosen=6, shared=3, gated=True),
 }
 

@@ -12,6 +12,7 @@ from tiny import FAMILIES, SIZES, make, save
 
 from splitkv import UnsupportedError
 from splitkv.cache.models import model_from_config
+from splitkv.models import latent
 from splitkv.models.config import DecoderConfig, Experts
 from splitkv.models.decoder import Decoder
 from splitkv.models.loading import open_model
@@ -225,3 +226,19 @@ def test_the_text_part_of_a_model_that_sees(text: str, head: str, vision: str, t
     found = open_model(tmp_path / "m").load(torch.float32, "cpu")
     for ours, theirs in zip(found.parts(), expected.parts(), strict=True):
         assert ours.name == theirs.name and torch.equal(ours.dest, theirs.dest), ours.name
+
+
+def test_latents_are_expanded_for_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(DecoderConfig.from_config(make("deepseek_v2").config.to_dict(), "m"), torch.float32, "cpu")
+    decoder.randomise(2)
+    made = []
+    real = latent.chunk_attention
+    monkeypatch.setattr(latent, "chunk_attention", lambda q, *rest: made.append(q.shape[1]) or real(q, *rest))
+    logits = {}
+    for limit in (latent.EXPANDED_BYTES, 3 * 2 * 72 * 30 * 4, 1):
+        monkeypatch.setattr(latent, "EXPANDED_BYTES", limit)
+        state = DecodeState(decoder.config, 1, 30, "f32", torch.float32, "cpu")
+        logits[limit] = decoder.prefill(torch.arange(30), state, 0, 0)
+    assert made == [4] * 4 + [3, 1] * 4 + [1] * 16
+    first, *others = logits.values()
+    assert all((other - first).abs().max() < 1e-5 * first.abs().max() for other in others)

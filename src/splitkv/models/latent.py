@@ -21,6 +21,10 @@ from .state import DecodeState
 if TYPE_CHECKING:
     from .fused import FusedStep
 
+EXPANDED_BYTES = 256 << 20
+"""Of keys and values that a chunk makes at a time: as many heads as that, at least one. 160,000 tokens have 3 GiB of
+them in DeepSeek-V2-Lite."""
+
 
 class LatentAttention(nn.Module):
     """Self-attention of one layer on latents. `project`: of the query, or what it is squeezed to, of latent and key."""
@@ -57,13 +61,24 @@ class LatentAttention(nn.Module):
         sizes = self.latent
         q_nope, q_rope, kept = self._split(project(x, self.project), rotation)
         held = state.write_chunk(self.layer, kept, kept[..., : sizes.rank], row, start)[0].to(x.dtype)
-        expanded = project(held[:, 0, : sizes.rank].contiguous(), self.kv_b.flatten(0, 1))
-        k_nope, v = expanded.unflatten(-1, (self.heads, -1)).split((sizes.nope_dim, sizes.v_dim), -1)
+        latents, turned = held[:, 0, : sizes.rank].contiguous(), held[..., sizes.rank :]
         q = torch.cat([q_nope, q_rope], -1)
-        k = torch.cat([k_nope, held[..., sizes.rank :].expand(-1, self.heads, -1)], -1)
+        wide = 2 * (sizes.nope_dim + sizes.rope_dim + sizes.v_dim) * held.shape[0] * x.element_size()
+        some = max(EXPANDED_BYTES // wide, 1)  # heads
+        attended = [
+            self._expanded(q[:, i : i + some], latents, turned, self.kv_b[i : i + some])
+            for i in range(0, self.heads, some)
+        ]
+        return project(torch.cat(attended, 1).flatten(-2), self.out)
+
+    def _expanded(self, q: Tensor, latents: Tensor, turned: Tensor, kv_b: Tensor) -> Tensor:
+        """A chunk's attention by some heads, whose keys and values are made: [tokens, heads, v_dim]."""
+        sizes = self.latent
+        expanded = project(latents, kv_b.flatten(0, 1)).unflatten(-1, (len(kv_b), -1))
+        k_nope, v = expanded.split((sizes.nope_dim, sizes.v_dim), -1)
+        k = torch.cat([k_nope, turned.expand(-1, len(kv_b), -1)], -1)
         padded = F.pad(v, (0, max(q.shape[-1] - sizes.v_dim, 0)))  # flash attention wants values as wide as keys
-        attended = chunk_attention(q, k, padded, None, self.scale)[..., : sizes.v_dim]
-        return project(attended.flatten(-2), self.out)
+        return chunk_attention(q, k, padded, None, self.scale)[..., : sizes.v_dim]
 
     def decode(self, x: Tensor, rotation: tuple[Tensor, Tensor], state: DecodeState) -> Tensor:
         """x [batch, hidden], one token a row, at the position before the state's length."""

@@ -110,14 +110,15 @@ class ExpertMLP(nn.Module):
         """All chosen experts in two products; nothing waits for the device."""
         each = ids.shape[1]
         sorted_ids, order = ids.flatten().sort(stable=True)
-        places = torch.arange(self.gate_up.shape[0], device=x.device)
-        ends = torch.searchsorted(sorted_ids, places, right=True).to(torch.int32)
+        experts = torch.arange(self.gate_up.shape[0], device=x.device)
+        ends = torch.searchsorted(sorted_ids, experts, right=True).to(torch.int32)
         gate, up = F.grouped_mm(x[order // each], self.gate_up.mT, offs=ends).chunk(2, -1)
         made = F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=ends)
-        weighted = made.float() * weights.flatten()[order, None]
-        out = torch.empty_like(weighted)
-        out[order] = weighted
-        return out.unflatten(0, (-1, each)).sum(1).to(x.dtype)
+        places = order.argsort().unflatten(0, (-1, each))
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for i in range(each):  # one at a time, as all in f32 would be the largest tensor of a chunk
+            out.addcmul_(made[places[:, i]].float(), weights[:, i, None])
+        return out.to(x.dtype)
 
     def bytes_read(self, experts: float) -> int:
         """Bytes of weights that a step reads which reads this many experts, the shared ones included."""

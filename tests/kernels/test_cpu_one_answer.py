@@ -226,3 +226,28 @@ def test_one_openmp_in_the_process() -> None:
         pytest.skip("no /proc/self/maps here")
     runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line or "libomp" in line}
     assert len(runtimes) == 1, runtimes
+
+
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, E4M3), (F16, F16)], ids=str)
+@pytest.mark.parametrize("heads, dims", [((8, 4), (256, 256)), ((14, 2), (64, 64)), ((20, 4), (128, 64))], ids=str)
+def test_heads_that_share_a_task_do_not_show(heads: Any, dims: Any, dtypes: Any) -> None:
+    """All KV heads of a row are read together, in blocks as large as their bytes ask for; each alone gives the same."""
+    group = heads[0] // heads[1]
+    q, k, v, lens = problem((331, 70), heads=heads, dims=dims, q_dtype=dtypes[0], kv_dtype=dtypes[1])
+    out, lse = decode(q, k, v, lens, policy="4")
+    for head in range(heads[1]):
+        rows = slice(head * group, (head + 1) * group)
+        alone = decode(q[:, :, rows], k[:, :, head : head + 1], v[:, :, head : head + 1], lens, policy="4")
+        assert_same((out[:, :, rows], lse[:, :, rows]), alone)
+
+
+def test_more_heads_than_a_task_takes() -> None:
+    """And a mask that hides keys from some heads only, whose values are then added key by key."""
+    q, k, v, lens = problem((150,), heads=(140, 70), dims=(16, 32))
+    hidden = torch.ones(1, 140, 1, 153, dtype=torch.bool)
+    hidden[:, 30:50, :, 40:60] = False
+    expected, expected_lse = reference_attention(q, k, v, lens, mask=hidden, return_lse=True)
+    v[:, 45, 15:25] = NAN
+    out, lse = decode(q, k, v, lens, mask=hidden)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=0)

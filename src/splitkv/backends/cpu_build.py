@@ -19,7 +19,7 @@ from ..whole_file import whole_file
 from .cache_files import cache_directory
 
 SOURCE = Path(__file__).with_name("cpu_kernel.c")
-HEADERS = ("cpu_call.h", "cpu_rows.h", "cpu_scores.h", "cpu_tile.h", "cpu_tree.h", "cpu_vec.h")
+HEADERS = tuple(f"cpu_{part}.h" for part in ("ahead", "attend", "call", "rows", "scores", "tile", "tree", "vec"))
 
 BASE_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC", "-shared")
 FLAG_LADDER = (  # best first: the first rung that the compiler takes is used

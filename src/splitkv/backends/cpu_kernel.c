@@ -1,6 +1,7 @@
 /* Decode attention on a CPU.
  *
- *   tile   TILE_KEYS keys of one split: scores, online softmax, weighted sum of V (cpu_tile.h)
+ *   block  some keys' K or V of all heads of a task, read in the order of memory (cpu_attend.h)
+ *   tile   TILE_KEYS keys of one split: scores (cpu_scores.h), online softmax, weighted sum of V (cpu_tile.h)
  *   split  a leaf of the row's merge tree; where it ends follows from the row alone (cpu_call.h)
  *   unit   an aligned run of 1, 4 or 16 splits of a row, joined by the thread that computed them
  *   merge  joins the units of a row along the upper levels of the same tree (cpu_tree.h)
@@ -11,48 +12,19 @@
 #include <stdlib.h>
 #ifdef _OPENMP
 #include <omp.h>
+static int this_thread(void) { return omp_get_thread_num(); }
+static int team_size(void) { return omp_get_num_threads(); }
+#else
+static int this_thread(void) { return 0; }
+static int team_size(void) { return 1; }
 #endif
 
-#include "cpu_tree.h"
+#include "cpu_attend.h"
 
-#define TASKS_PER_THREAD 4          /* with fewer units per thread, the KV heads of a unit become several tasks */
-#define MOST_HEADS 64               /* KV heads of a task */
-#ifndef BLOCK_BYTES
-#define BLOCK_BYTES (128 << 10) /* of K or V at a time */
-#endif
-#define ALIGN_FLOATS 16             /* parts of scratch start on their own line */
+#define TASKS_PER_THREAD 4 /* with fewer units per thread, the KV heads of a unit become several tasks */
+#define ALIGN_FLOATS 16    /* parts of scratch start on their own line */
 
 enum status { OK = 0, NO_MEMORY = 1, PLAN_TOO_SMALL = 2 };
-
-/* What all threads share. */
-struct job {
-    const struct call *call;
-    const struct row *rows;
-    struct reader k_reader, v_reader;
-    enum product product;
-    int64_t k_block, v_block; /* keys whose K, or V, is read in one go, in the order of memory */
-    bool turned;              /* keys are scored in lanes */
-    int q_width;              /* floats that a query row fills (enum product) */
-    float *q;                 /* [batch, query rows, q_width]: see load_queries */
-    int64_t k_bytes, v_bytes; /* of a key's row of one KV head */
-    int64_t group_rows;       /* query rows per KV head */
-    int64_t heads;            /* KV heads per task, at most */
-};
-
-/* KV heads [first_head, first_head + heads) of one unit of a row. */
-struct task {
-    const struct row *row;
-    int64_t unit, first_head, heads;
-};
-
-/* What a thread works in, for job.heads KV heads. */
-struct scratch {
-    float *scores; /* [query rows, TILE_KEYS] */
-    float *factor; /* [query rows] */
-    float *bias;   /* [group_rows, TILE_KEYS] */
-    float *zeros;  /* stands in for the rows of absent keys */
-    struct part parts[UNIT_LEVELS + 1];
-};
 
 static struct part workspace_part(const struct call *call, int64_t unit, int64_t query_row) {
     const int64_t query_rows = call->num_q_heads * call->q_len, index = unit * query_rows + query_row;
@@ -87,168 +59,7 @@ static void finish_rows(const struct job *job, int64_t b, int64_t first, int64_t
     }
 }
 
-/* Query row `r` of batch row `b`, as f32 or as pairs of bf16 in the order in which K's arrive. */
-static void load_query(const struct job *job, int64_t b, int64_t r) {
-    const struct call *const call = job->call;
-    const enum dtype dtype = (enum dtype)call->q.dtype, k_dtype = (enum dtype)call->k.dtype;
-    const char *const from = at3(&call->q, b, r % call->q_len, r / call->q_len);
-    const int64_t stride = call->q.stride[3];
-    const bool dense = stride == item_bytes[dtype];
-    float *const q = job->q + (b * call->num_q_heads * call->q_len + r) * job->q_width;
-    if (job->product == IN_PAIRS) {
-        for (int s = 0; s < job->q_width; s++)
-            for (int i = 0; i < 2; i++)
-                memcpy((char *)(q + s) + 2 * i, from + pair_element(k_dtype, job->turned, s, i) * stride, 2);
-    } else if (dense) {
-        for (int s = 0; s < job->q_width; s += LANES) vstore(q + s, load_vector(from + s * stride, dtype));
-    } else {
-        for (int s = 0; s < job->q_width; s++) q[s] = load_number(from + s * stride, dtype);
-    }
-}
-
-/* The keys of a block as they are, or with `zeros` for those that are absent (in `rows`). */
-static const char *const *resolve(const struct tile *tile, const char *const *keys, int count, int64_t *offset,
-                                  const void *zeros, const char **rows) {
-    if (!tile->absent) return keys;
-    for (int j = 0; j < TILE_KEYS; j++) rows[j] = j < count && keys[j] ? keys[j] + *offset : zeros;
-    *offset = 0;
-    return rows;
-}
-
-/* Adds V where some query row may not see some key: one row at a time over the keys that weigh something, so
- * that a hidden NaN or Inf is not multiplied by 0. */
-static void add_visible_values(const struct job *job, const char *const *v, int64_t offset, int count,
-                               const float *weights, const float *factor, float *acc) {
-    const int dim = (int)job->call->v_head_dim;
-    for (int64_t r = 0; r < job->group_rows; r++, weights += TILE_KEYS, acc += dim) {
-        const char *seen[TILE_KEYS];
-        float seen_weights[TILE_KEYS];
-        int n = 0;
-        for (int j = 0; j < count; j++) {
-            if (weights[j] == 0.0f) continue;
-            seen_weights[n] = weights[j];
-            seen[n++] = v[j];
-        }
-        values_of[job->call->v.dtype](&job->v_reader, 1, seen, offset, n, seen_weights, factor + r, NULL, acc,
-                                      dim);
-    }
-}
-
-/* Some neighbouring keys' K, or V: what is read in one go for all heads of a task. */
-struct block {
-    const char *const *keys;
-    const struct view *view;
-    int64_t row_bytes; /* of one head */
-    int count;
-    bool in_one_page;
-};
-
-static struct block block_of(const struct job *job, const struct tile *tile, bool of_v, int first) {
-    const struct call *const call = job->call;
-    const int64_t most = of_v ? job->v_block : job->k_block;
-    return (struct block){
-        .keys = (of_v ? tile->v : tile->k) + first,
-        .view = of_v ? &call->v : &call->k,
-        .row_bytes = of_v ? job->v_bytes : job->k_bytes,
-        .count = (int)min64(most, tile->count - first),
-        .in_one_page = tile->in_one_page && !tile->absent,
-    };
-}
-
-/* What will be read next, in the order of memory. */
-static void look_ahead(struct ahead *ahead, const struct task *task, struct block block) {
-    const int64_t stride = block.view->stride[2];
-    const bool adjacent = stride == block.row_bytes; /* then one run of memory per key */
-    ahead->next = ahead->count = 0;
-    if (adjacent && block.in_one_page && block.count > 0 && block.view->stride[1] == task->heads * stride) {
-        add_run(ahead, block.keys[0] + task->first_head * stride, block.count * block.view->stride[1]);
-        block.count = 0;
-    }
-    for (int64_t h = 0; h < (adjacent ? 1 : task->heads); h++)
-        for (int j = 0; j < block.count; j++)
-            if (block.keys[j])
-                add_run(ahead, block.keys[j] + (task->first_head + h) * stride,
-                        adjacent ? task->heads * block.row_bytes : block.row_bytes);
-    next_run(ahead);
-}
-
-/* scores[r][j] = q_r . k_j for all query rows of a task. */
-static void score_tile(const struct job *job, const struct task *task, const struct scratch *scratch, const float *q,
-                       const struct tile *tile) {
-    const int rows = (int)job->group_rows;
-    struct ahead ahead;
-    const char *present[TILE_KEYS];
-    for (int j = 0; j < tile->count; j += (int)job->k_block) {
-        const struct block block = block_of(job, tile, false, j);
-        const bool last = j + block.count == tile->count;
-        look_ahead(&ahead, task, last ? block_of(job, tile, true, 0) : block_of(job, tile, false, j + block.count));
-        for (int64_t h = 0; h < task->heads; h++) {
-            int64_t offset = (task->first_head + h) * block.view->stride[2];
-            const char *const *const keys = resolve(tile, block.keys, block.count, &offset, scratch->zeros, present);
-            scores_of[job->turned][job->product][job->call->k.dtype](
-                &job->k_reader, rows, q + h * rows * job->q_width, job->q_width, keys, offset, block.count, &ahead,
-                scratch->scores + h * rows * TILE_KEYS + j);
-        }
-    }
-}
-
-/* Scores -> weights, for the query rows of KV head `head`. Returns whether some row may not see some key. */
-static bool weigh_tile(const struct job *job, const struct row *row, const struct scratch *scratch, int64_t head,
-                       const struct tile *tile, float *scores, float *stats, float *factor) {
-    const struct call *const call = job->call;
-    const int rows = (int)job->group_rows;
-    const double scale = call->softmax_scale * load_number(at3(&call->k_scale, head, 0, 0), F32);
-    const bool biased = needs_bias(call, row, tile);
-    bool hides = false;
-    for (int r = 0; biased && r < rows; r++) {
-        const int64_t query_row = head * rows + r;
-        hides |= fill_bias(call, row, query_row / call->q_len, query_row % call->q_len, tile,
-                           scratch->bias + r * TILE_KEYS);
-    }
-    for (int r = 0; r < rows; r += LANES)
-        softmax_step((int)min64(LANES, rows - r), scale, (float)call->softcap,
-                     biased ? scratch->bias + r * TILE_KEYS : NULL, tile->count, scores + r * TILE_KEYS,
-                     stats + 2 * r, factor + r);
-    return hides;
-}
-
-/* Takes one tile into `part` (the query rows of the task); `next` is the tile after it. */
-static void attend_tile(const struct job *job, const struct task *task, const struct scratch *scratch, const float *q,
-                        const struct tile *tile, const struct task *following, const struct tile *next,
-                        struct part part) {
-    const struct call *const call = job->call;
-    const int rows = (int)job->group_rows, dim = (int)call->v_head_dim;
-    struct ahead ahead;
-    const char *present[TILE_KEYS];
-    uint64_t done = 0; /* heads */
-
-    score_tile(job, task, scratch, q, tile);
-    for (int64_t h = 0; h < task->heads; h++) {
-        float *const scores = scratch->scores + h * rows * TILE_KEYS, *const factor = scratch->factor + h * rows;
-        const int64_t head = task->first_head + h;
-        if (!weigh_tile(job, task->row, scratch, head, tile, scores, part.stats + 2 * h * rows, factor)) continue;
-        int64_t offset = head * call->v.stride[2];
-        const char *const *const keys = resolve(tile, tile->v, tile->count, &offset, scratch->zeros, present);
-        add_visible_values(job, keys, offset, tile->count, scores, factor, part.acc + h * rows * dim);
-        done |= 1ull << h;
-    }
-    for (int j = 0; j < tile->count; j += (int)job->v_block) {
-        const struct block block = block_of(job, tile, true, j);
-        const bool last = j + block.count == tile->count;
-        look_ahead(&ahead, last ? following : task,
-                   last ? block_of(job, next, false, 0) : block_of(job, tile, true, j + block.count));
-        for (int64_t h = 0; h < task->heads; h++) {
-            if (done >> h & 1) continue;
-            int64_t offset = (task->first_head + h) * block.view->stride[2];
-            const char *const *const keys = resolve(tile, block.keys, block.count, &offset, scratch->zeros, present);
-            values_of[call->v.dtype](&job->v_reader, rows, keys, offset, block.count,
-                                     scratch->scores + h * rows * TILE_KEYS + j,
-                                     j ? NULL : scratch->factor + h * rows, &ahead, part.acc + h * rows * dim, dim);
-        }
-    }
-}
-
-/* The keys of a task: [begin, end), the first split ends at split_end. */
+/* The first key of a task. */
 static int64_t task_begin(const struct task *task) {
     return task->row->begin + (task->unit - task->row->first_unit) * task->row->split_len * task->row->run;
 }
@@ -340,13 +151,10 @@ static bool fits_workspace(const struct call *call, const struct row *rows) {
     return true;
 }
 
-/* The next task that nobody has taken; false if there is none. */
-static bool take_task(const struct job *job, int64_t units, int64_t *taken, struct task *task) {
+/* Task `number` of a call with so many units; false if there is none. */
+static bool find_task(const struct job *job, int64_t units, int64_t number, struct task *task) {
     const struct call *const call = job->call;
     const int64_t tasks_per_unit = ceil_div(call->num_kv_heads, job->heads);
-    int64_t number;
-#pragma omp atomic capture
-    number = (*taken)++;
     if (number >= units * tasks_per_unit) return false;
     task->unit = number / tasks_per_unit;
     task->first_head = number % tasks_per_unit * job->heads;
@@ -355,30 +163,29 @@ static bool take_task(const struct job *job, int64_t units, int64_t *taken, stru
     return true;
 }
 
-/* A thread's share of the tasks. Each is taken while the one before it is still to be done, so that its first keys
- * can be asked for. */
+/* A thread's share of the tasks: its own number first, then what nobody has `taken`. Each is taken while the one
+ * before it is still to be done, so that its first keys can be asked for. */
 static void do_tasks(const struct job *job, int64_t units, int64_t *taken, struct scratch *scratch) {
     struct task tasks[2];
-    bool more = take_task(job, units, taken, &tasks[0]);
+    bool more = find_task(job, units, this_thread(), &tasks[0]);
     for (int i = 0; more; i ^= 1) {
-        more = take_task(job, units, taken, &tasks[i ^ 1]);
+        int64_t number;
+#pragma omp atomic capture
+        number = (*taken)++;
+        more = find_task(job, units, team_size() + number, &tasks[i ^ 1]);
         attend_unit(job, &tasks[i], more ? &tasks[i ^ 1] : NULL, scratch);
     }
 }
 
 static void run_tasks(const struct job *job, int64_t units, float *memory, int64_t scratch_floats, int64_t threads) {
     const struct call *const call = job->call;
+    (void)threads; /* where there is no OpenMP */
     const int64_t query_rows = call->num_q_heads * call->q_len;
     int64_t taken = 0;
 #pragma omp parallel num_threads((int)threads)
     {
-#ifdef _OPENMP
-        const int thread = omp_get_thread_num();
-#else
-        const int thread = (int)threads - 1; /* the only one */
-#endif
         int64_t floats;
-        struct scratch scratch = lay_out(job, memory + thread * scratch_floats, &floats);
+        struct scratch scratch = lay_out(job, memory + this_thread() * scratch_floats, &floats);
         memset(scratch.zeros, 0, (size_t)max64(call->head_dim, call->v_head_dim) * sizeof(float));
 #pragma omp for
         for (int64_t r = 0; r < call->batch * query_rows; r++) load_query(job, r / query_rows, r % query_rows);
@@ -399,6 +206,8 @@ static int64_t heads_per_task(const struct call *call, int64_t units) {
     return min64(ceil_div(call->num_kv_heads, tasks_per_unit), MOST_HEADS);
 }
 
+/* Keys of a block. More bytes at a time are one long ascending read; fewer would stay in L1 from the asking to the use,
+ * but the many short reads of that cost more (8 KiB against 128: 20 and 24 GB/s in f32 on a Zen 5 that reads 40). */
 static int64_t keys_per_block(int64_t key_bytes, int64_t least) {
     return min64(max64(BLOCK_BYTES / key_bytes / least * least, least), TILE_KEYS);
 }

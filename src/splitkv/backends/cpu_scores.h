@@ -2,7 +2,7 @@
 #ifndef SPLITKV_CPU_SCORES_H
 #define SPLITKV_CPU_SCORES_H
 
-#include "cpu_rows.h"
+#include "cpu_ahead.h"
 
 #define TILE_KEYS 64 /* most keys per step of the online softmax */
 
@@ -115,7 +115,6 @@ INLINE void score_keys(const enum product product, const enum dtype dtype, const
         float out[4];
         const bool half = s + 2 == sums;
         vsum4(sum[s], sum[s + 1], half ? sum[s] : sum[s + 2], half ? sum[s + 1] : sum[s + 3], out);
-        UNROLL
         for (int i = 0; i < (half ? 2 : 4); i += keys)
             memcpy(scores + (s + i) / keys * TILE_KEYS, out + i, (size_t)keys * sizeof(float));
     }
@@ -173,6 +172,7 @@ INLINE void score_turned(const enum product product, const enum dtype dtype, con
     const int decoded = product == IN_PAIRS && dtype == E4M3 ? 2 : 1; /* vectors of products from one of lanes */
     const int step_bytes = 2 * (product == IN_PAIRS ? 64 : LANES * item_bytes[dtype]);
     struct share share = next_share(ahead, (int64_t)width / decoded * step_bytes);
+    (void)reader;
     vec sum[2][MOST_ROWS];
     __m512i lanes[2][LANES];
     UNROLL

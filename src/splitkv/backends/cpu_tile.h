@@ -96,8 +96,8 @@ INLINE void value_step(const enum dtype dtype, const struct reader *reader, cons
         }
 }
 
-/* acc[r] = acc[r] * factor[r] (1 without factors) + sum over `count` keys of weights[r][j] * v_j, for `rows` rows and `vecs` vectors
- * of columns. The keys are added in order, so the blocking does not show in the bytes. */
+/* acc[r] = acc[r] * factor[r] (1 without factors) + sum over `count` keys of weights[r][j] * v_j, for `rows` rows and
+ * `vecs` vectors of columns. The keys are added in order, so the blocking does not show in the bytes. */
 INLINE void value_block(const enum dtype dtype, const struct reader *reader, const int rows, const int vecs,
                         const char *const *v, int64_t offset, int count, const float *weights, const float *factor,
                         struct ahead *ahead, float *acc, int dim, int column) {
@@ -137,13 +137,14 @@ INLINE void value_columns(const enum dtype dtype, const struct reader *reader, c
 typedef void values_function(const struct reader *, int rows, const char *const *v, int64_t offset, int count,
                              const float *weights, const float *factor, struct ahead *, float *acc, int dim);
 
-#define VALUES(name, dtype)                                                                                     \
-    static void name(const struct reader *reader, int rows, const char *const *v, int64_t offset, int count,    \
-                     const float *weights, const float *factor, struct ahead *ahead, float *acc, int dim) {     \
-        for (int n; rows > 0; rows -= n, weights += n * TILE_KEYS, factor += factor ? n : 0, acc += (int64_t)n * dim, ahead = NULL) { \
-            n = rows_at_once(rows);                                                                             \
-            FOR_ROWS(n, VALUE_CASE_##dtype)                                                                     \
-        }                                                                                                       \
+#define VALUES(name, dtype)                                                                                    \
+    static void name(const struct reader *reader, int rows, const char *const *v, int64_t offset, int count,   \
+                     const float *weights, const float *factor, struct ahead *ahead, float *acc, int dim) {    \
+        for (int n; rows > 0; rows -= n, weights += n * TILE_KEYS, acc += (int64_t)n * dim, ahead = NULL) {    \
+            n = rows_at_once(rows);                                                                            \
+            FOR_ROWS(n, VALUE_CASE_##dtype)                                                                    \
+            if (factor) factor += n;                                                                           \
+        }                                                                                                      \
     }
 #define VALUE_CASE(n, dtype) \
     case n: value_columns(dtype, reader, n, v, offset, count, weights, factor, ahead, acc, dim); break;

@@ -347,7 +347,7 @@ def test_an_error_of_the_gpu_ends_its_process_work(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
     monkeypatch.setattr(run, "finish", lost)
-    tally = run_task(CPU, range(5))
+    tally = run_task(CPU, math.inf, range(5))
     assert (tally.failing, tally.not_run, tally.cases) == (1, 4, 0)
     assert tally.failures[0]["failures"] == ["one of cases [0]: CUDA error: an illegal memory access was encountered"]
 
@@ -384,3 +384,9 @@ def test_finish_is_safe_where_nothing_was_launched(monkeypatch: pytest.MonkeyPat
     case = Case(1, "f32", "f32", 1, 1, 16, 16, 0, (3,), softcap=1.0, base=Geometry(1, 3))
     finding = finish(start(case, "cpu", "cpu"))
     assert finding.failures == ["first call: ValueError: softcap: expected none, got one"] and not finding.ratios
+
+
+def test_after_the_limit_no_case_begins_and_the_run_has_not_passed() -> None:
+    result = result_of(replace(CPU, cases=9, limit_s=1e-9))
+    assert (result["cases"], result["not_run"], result["passed"]) == (0, 9, False)
+    assert result_of(replace(CPU, cases=9, limit_s=600.0))["not_run"] == 0

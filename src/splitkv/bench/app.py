@@ -45,6 +45,7 @@ def fuzz(
         int | None,
         typer.Option(help="Compiled shapes to draw from; 0: every case its own. Default: 300 on a GPU, 0 on a CPU."),
     ] = None,
+    limit_s: Annotated[float | None, typer.Option(min=1, help="Begin no case after this many seconds.")] = None,
     only: Annotated[int | None, typer.Option(min=0, help="Run this one case of the run.")] = None,
     case: Annotated[str | None, typer.Option(help="Run this case, as JSON (what a failure prints).")] = None,
     shrink: Annotated[bool, typer.Option("--shrink", help="With --only or --case: look for a smaller one.")] = False,
@@ -56,13 +57,13 @@ def fuzz(
     """Hold random problems over the whole argument space against float64.
 
     Every buffer lies between guard bands, everything that is not a valid key is poison, and most cases are asked
-    again in another memory layout for the same bytes. Exit code 1 if any case fails; each prints the command that
-    shows it again.
+    again in another memory layout for the same bytes. Exit code 1 if any case fails, which prints the command that
+    shows it again, or if the time did not suffice for all.
     """
     with usage():
         from .fuzz.run import fuzz_options
 
-        options = fuzz_options(backend, cases, seed, jobs, shapes)
+        options = fuzz_options(backend, cases, seed, jobs, shapes, limit_s)
         source = provenance(commit, dirty)
         if out is not None:
             require_writable(out)

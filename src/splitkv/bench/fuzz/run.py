@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
+import math
 import multiprocessing
 import os
 import time
@@ -43,7 +45,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class FuzzOptions:
-    """What to run. shapes: of the pool; 0 gives every case its own."""
+    """What to run. shapes: of the pool; 0 gives every case its own. limit_s: begin no case after this many seconds."""
 
     backend: str
     device: str
@@ -51,6 +53,7 @@ class FuzzOptions:
     seed: int
     jobs: int
     shapes: int
+    limit_s: float | None = None
 
     def as_command(self) -> dict[str, Any]:
         return {
@@ -59,6 +62,7 @@ class FuzzOptions:
             "seed": self.seed,
             "jobs": self.jobs,
             "shapes": self.shapes,
+            "limit_s": self.limit_s,
         }
 
     def draw(self, index: int) -> Case:
@@ -75,6 +79,7 @@ def fuzz_options(
     seed: int = 0,
     jobs: int | None = None,
     shapes: int | None = None,
+    limit_s: float | None = None,
 ) -> FuzzOptions:
     """The options with their defaults for this machine. Raises ValueError naming the option."""
     names = ("auto", *splitkv.attention.LAUNCHERS)
@@ -98,6 +103,7 @@ def fuzz_options(
         seed=seed,
         jobs=jobs or machine.usable_cores(),
         shapes=(SHAPES if device == "cuda" else 0) if shapes is None else shapes,
+        limit_s=limit_s,
     )
 
 
@@ -161,13 +167,13 @@ _lost: list[str] = []
 """Why this process cannot use its GPU any more: an error in a kernel is final."""
 
 
-def run_task(options: FuzzOptions, indices: range) -> Tally:
-    """Run these cases in this process."""
+def run_task(options: FuzzOptions, deadline: float, indices: range) -> Tally:
+    """Run these cases in this process, as far as the deadline (of time.monotonic, which processes share) allows."""
     tally = Tally()
     step = GPU_BATCH if options.device == "cuda" else 1
     for begin in range(0, len(indices), step):
         batch = indices[begin : begin + step]
-        if _lost:
+        if _lost or time.monotonic() > deadline:
             tally.not_run += len(batch)
             continue
         try:
@@ -201,6 +207,7 @@ _slot = 0
 
 def _start_process(current: Any, taken: Any) -> None:
     global _current, _slot
+    faulthandler.enable()
     torch.set_num_threads(1)
     with taken.get_lock():
         _current, _slot = current, taken.value
@@ -233,7 +240,8 @@ def run_fuzz(
     begin = time.monotonic()
     result = record.new_record(SCHEMA, command, source, options.device)
     tally = Tally()
-    for part in _in_process(options) if options.jobs == 1 else _in_processes(options):
+    deadline = math.inf if options.limit_s is None else begin + options.limit_s
+    for part in (_in_process if options.jobs == 1 else _in_processes)(options, deadline):
         tally.add(part)
         failing = f", {tally.failing} failing" if tally.failing else ""
         progress(tally.cases, options.cases, f"{tally.computed} computed{failing}")
@@ -293,18 +301,18 @@ def _rows(tally: Tally) -> list[dict[str, Any]]:
     return rows
 
 
-def _in_process(options: FuzzOptions) -> Iterator[Tally]:
-    return map(functools.partial(run_task, options), tasks(options))
+def _in_process(options: FuzzOptions, deadline: float) -> Iterator[Tally]:
+    return map(functools.partial(run_task, options, deadline), tasks(options))
 
 
-def _in_processes(options: FuzzOptions) -> Iterator[Tally]:
+def _in_processes(options: FuzzOptions, deadline: float) -> Iterator[Tally]:
     context = multiprocessing.get_context("spawn")
     current: Any = context.Array("q", [-1] * options.jobs)
     pool = ProcessPoolExecutor(
         options.jobs, context, initializer=_start_process, initargs=(current, context.Value("i", 0))
     )
     with pool:
-        waiting = [pool.submit(run_task, options, indices) for indices in tasks(options)]
+        waiting = [pool.submit(run_task, options, deadline, indices) for indices in tasks(options)]
         try:
             for future in as_completed(waiting):
                 yield future.result()

@@ -9,6 +9,7 @@ from planting import Fault
 
 TILE, SPLIT, MERGE, LAUNCH = "triton_tile.py", "triton_split.py", "triton_merge.py", "triton_launch.py"
 CALL, CTILE, ROWS, TREE, KERNEL = "cpu_call.h", "cpu_tile.h", "cpu_rows.h", "cpu_tree.h", "cpu_kernel.c"
+ATTEND = "cpu_attend.h"
 
 # ---- where a key lies ---------------------------------------------------------------------------------------
 
@@ -16,23 +17,23 @@ PAGE_OFFSETS_IN_32_BITS = Fault(  # 01
     c=(
         (
             CALL,
-            "at3(&call->k, page, slot, 0)",
-            "call->k.data + (int32_t)(page * call->k.stride[0] + slot * call->k.stride[1])",
+            "at3(&call->k, where, slot, 0)",
+            "call->k.data + (int32_t)(where * call->k.stride[0] + slot * call->k.stride[1])",
         ),
     ),
     triton=((TILE, "block, slot = page.to(tl.int64), n % PAGE_SIZE", "block, slot = page, n % PAGE_SIZE"),),
 )
 PAGE_BASE_FROM_THE_TOKEN_STRIDE = Fault(  # 04
-    c=((CALL, "at3(&call->k, page, slot, 0)", "at3(&call->k, 0, page * call->page_size + slot, 0)"),),
+    c=((CALL, "at3(&call->k, where, slot, 0)", "at3(&call->k, 0, where * call->page_size + slot, 0)"),),
     triton=((LAUNCH, "k_stride_b=k_steps[0]", "k_stride_b=k_steps[1] * (problem.page_size or problem.capacity)"),),
 )
 HEADS_OF_A_PADDED_GROUP = Fault(  # 05: right where the ratio is a power of two
     c=(
         (
-            KERNEL,
-            "resolve(tile->v, tile->count, head * call->v.stride[2]",
-            "int padded = 1;\n    while (padded < rows) padded *= 2;\n"
-            "    resolve(tile->v, tile->count, head * rows / padded * call->v.stride[2]",
+            ATTEND,
+            "int64_t offset = (task->first_head + h) * call->v.stride[2];",
+            "int padded = 1;\n            while (padded < rows) padded *= 2;\n"
+            "            int64_t offset = (task->first_head + h) * rows / padded * call->v.stride[2];",
         ),
     ),
     triton=(
@@ -44,7 +45,7 @@ HEADS_OF_A_PADDED_GROUP = Fault(  # 05: right where the ratio is a power of two
     ),
 )
 KEYS_READ_FROM_ALIGNED_ADDRESSES = Fault(  # 12: 16-byte loads where only some tensors allow them
-    c=((CALL, "at3(&call->k, page, slot, 0)", "(char *)((uintptr_t)at3(&call->k, page, slot, 0) & ~(uintptr_t)15)"),),
+    c=((CALL, "at3(&call->k, where, slot, 0)", "(char *)((uintptr_t)at3(&call->k, where, slot, 0) & ~(uintptr_t)15)"),),
     triton=(
         (
             LAUNCH,
@@ -79,12 +80,14 @@ POSITIONS_IN_16_BITS = Fault(  # 30
 VALUES_PAST_THE_END_TIMES_0 = Fault(  # 02, 31: the whole tile of V is read, weights past the end are 0
     c=(
         (
-            KERNEL,
-            "    if (hides)\n",
-            "    for (int j = tile->count; j < TILE_KEYS; j++) now[j] = now[j - 1] + call->v.stride[1];\n"
-            "    if (hides)\n",
+            ATTEND,
+            "            values_of[call->v.dtype](&job->v_reader, rows, keys, offset, block.count,",
+            "            const int whole = (block.count + LANES - 1) / LANES * LANES;\n"
+            "            const char *past[TILE_KEYS];\n"
+            "            for (int i = 0; i < whole; i++)\n"
+            "                past[i] = i < block.count ? keys[i] : past[i - 1] + call->v.stride[1];\n"
+            "            values_of[call->v.dtype](&job->v_reader, rows, past, offset, whole,",
         ),
-        (KERNEL, "rows, now, ahead, tile->count,", "rows, now, ahead, TILE_KEYS,"),
     ),
     triton=(
         (
@@ -121,7 +124,7 @@ WINDOW_LESS_ITS_OWN_KEY = Fault(  # 08: one key too few
     triton=((TILE, "hi - (Q_LEN - 1) - window, 0)", "hi - (Q_LEN - 1) - window + 1, 0)"),),
 )
 PADDING_IN_THE_DENOMINATOR = Fault(  # 17
-    c=((CTILE, "j < TILE_KEYS; j++) scores[j] = -INFINITY;", "j < TILE_KEYS; j++) scores[j] = 0.0f;"),),
+    c=((CTILE, "first_lanes(count - j), x, hidden)", "first_lanes(count - j), x, vset1(0.0f))"),),
     triton=((TILE, "s = tl.where(visible, s,", "s = tl.where(visible | (n >= n_end)[None, :], s,"),),
 )
 CAP_AFTER_THE_MASK = Fault(  # 18: hidden keys get -cap, a finite score
@@ -131,7 +134,7 @@ CAP_AFTER_THE_MASK = Fault(  # 18: hidden keys get -cap, a finite score
             "vselect((ivec)(b == hidden), hidden,",
             "vselect((ivec)(b == hidden), softcap > 0.0f ? vset1(-softcap * LOG2_E) : hidden,",
         ),
-        (KERNEL, "            hides |= fill_bias(", "            (void)fill_bias("),
+        (ATTEND, "        hides |= fill_bias(", "        (void)fill_bias("),
     ),
     triton=(
         (TILE, "        s = softcap * tanh(s / softcap)\n", "        s = s\n"),
@@ -144,7 +147,7 @@ CAP_AFTER_THE_MASK = Fault(  # 18: hidden keys get -cap, a finite score
     ),
 )
 CAP_DROPPED = Fault(  # 18
-    c=((KERNEL, "finish_logits(scale, (float)call->softcap,", "finish_logits(scale, 0.0f,"),),
+    c=((ATTEND, "scale, (float)call->softcap,", "scale, 0.0f,"),),
     triton=((LAUNCH, "HAS_SOFTCAP=softcap > 0.0", "HAS_SOFTCAP=False"),),
 )
 EMPTY_ROWS_NOT_WRITTEN = Fault(  # 20
@@ -157,7 +160,7 @@ EMPTY_ROWS_NOT_WRITTEN = Fault(  # 20
 NO_K_SCALE_FOR_PAGES = Fault(  # 03: one path has it, its sibling does not
     c=(
         (
-            KERNEL,
+            ATTEND,
             "call->softmax_scale * load_number(at3(&call->k_scale, head, 0, 0), F32)",
             "call->softmax_scale * (call->block_table.data ? 1.0f : load_number(at3(&call->k_scale, head, 0, 0), F32))",
         ),

@@ -26,11 +26,11 @@ MUTANTS = {
         "load_integer(at3(table, b, logical, 0), table->dtype)",
         "min64(max64(load_integer(at3(table, b, logical, 0), table->dtype), 0), call->num_pages - 1)",
     ),
-    "V's scale for K": ("cpu_kernel.c", "load_number(at3(&call->k_scale, head", "load_number(at3(&call->v_scale, head"),
+    "V's scale for K": ("cpu_attend.h", "load_number(at3(&call->k_scale, head", "load_number(at3(&call->v_scale, head"),
     "V's heads taken for neighbours": (
-        "cpu_kernel.c",
-        "resolve(tile->v, tile->count, head * call->v.stride[2]",
-        "resolve(tile->v, tile->count, head * call->v_head_dim * item_bytes[call->v.dtype]",
+        "cpu_attend.h",
+        "int64_t offset = (task->first_head + h) * call->v.stride[2]",
+        "int64_t offset = (task->first_head + h) * call->v_head_dim * item_bytes[call->v.dtype]",
     ),
     "splits follow the load": (
         "cpu_call.h",

@@ -44,7 +44,7 @@ static void load_query(const struct job *job, int64_t b, int64_t r) {
     const enum dtype dtype = (enum dtype)call->q.dtype, k_dtype = (enum dtype)call->k.dtype;
     const char *const from = at3(&call->q, b, r % call->q_len, r / call->q_len);
     const int64_t stride = call->q.stride[3];
-    const bool dense = stride == item_bytes[dtype];
+    const bool dense = stride == item_bytes[dtype] && job->q_width % LANES == 0;
     float *const q = job->q + (b * call->num_q_heads * call->q_len + r) * job->q_width;
     if (job->product == IN_PAIRS) {
         for (int s = 0; s < job->q_width; s++)
@@ -134,7 +134,7 @@ static void score_tile(const struct job *job, const struct task *task, const str
         const bool last = j + block.count == tile->count;
         look_ahead(&ahead, task, last ? block_of(job, tile, true, 0) : block_of(job, tile, false, j + block.count));
         for (int64_t h = 0; h < task->heads; h++) {
-            int64_t offset = (task->first_head + h) * block.view->stride[2];
+            int64_t offset = (task->first_head + h) * job->call->k.stride[2];
             const char *const *const keys = resolve(tile, block.keys, block.count, &offset, scratch->zeros, present);
             scores_of[job->turned][job->product][job->call->k.dtype](
                 &job->k_reader, rows, q + h * rows * job->q_width, job->q_width, keys, offset, block.count, &ahead,
@@ -190,7 +190,7 @@ static void attend_tile(const struct job *job, const struct task *task, const st
                    last ? block_of(job, next, false, 0) : block_of(job, tile, true, j + block.count));
         for (int64_t h = 0; h < task->heads; h++) {
             if (done >> h & 1) continue;
-            int64_t offset = (task->first_head + h) * block.view->stride[2];
+            int64_t offset = (task->first_head + h) * call->v.stride[2];
             const char *const *const keys = resolve(tile, block.keys, block.count, &offset, scratch->zeros, present);
             values_of[call->v.dtype](&job->v_reader, rows, keys, offset, block.count,
                                      scratch->scores + h * rows * TILE_KEYS + j,

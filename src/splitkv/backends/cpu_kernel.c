@@ -230,7 +230,8 @@ int splitkv_cpu_decode(const struct call *call) {
     job.heads = heads_per_task(call, units);
     job.k_block = keys_per_block(job.heads * job.k_bytes, job.turned ? TURNED_KEYS : 4);
     job.v_block = keys_per_block(job.heads * job.v_bytes, 8);
-    const int64_t tasks = units * ceil_div(call->num_kv_heads, job.heads), threads = min64(call->num_threads, tasks);
+    const int64_t tasks = units * ceil_div(call->num_kv_heads, job.heads);
+    const int64_t threads = max64(min64(call->num_threads, tasks), 1); /* one even for an empty batch */
 
     int64_t scratch_floats;
     lay_out(&job, NULL, &scratch_floats);

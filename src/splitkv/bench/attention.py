@@ -30,7 +30,7 @@ from .roofline import Bandwidth, read_bandwidth
 from .timing import METHOD, Call, Rotation, Timing, TimingRejected, measure, noisy, plan_rotation
 
 SCHEMA = "splitkv.attention.v1"
-SAMPLE_S = {"cuda": 0.1, "cpu": 0.5}
+SAMPLE_S = {"cuda": 0.1, "cpu": 0.3}
 """Seconds of samples per contender and case."""
 GOAL_FACTOR, GOAL_US = {"cuda": 1.01, "cpu": 1.25}, {"cuda": 3.0, "cpu": 0.0}
 """The goal of every case: GOAL_FACTOR x floor + GOAL_US; on a CPU 80 % of the bandwidth."""

@@ -38,7 +38,7 @@ def attention(
 
     Every contender is held against float64 first; those that pass are timed in turns as CUDA graphs (on a CPU by
     the clock), with workspace and merge inside, beside the floor: the bytes of K and V over the read bandwidth
-    measured in the same run. Exit code 1 if splitkv has no speed in some row.
+    measured in the same run, on a CPU in the same turns. Exit code 1 if splitkv has no speed in some row.
     """
     with usage():
         from .attention_cases import select_cases

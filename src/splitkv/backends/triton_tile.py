@@ -19,7 +19,8 @@ def row_bounds(lens, start, capacity, window, Q_LEN: tl.constexpr):
     hi = tl.minimum(tl.maximum(lens, 0), capacity).to(tl.int32)
     lo = tl.maximum(start, 0)
     lo = tl.maximum(lo, tl.where(window > 0, hi - (Q_LEN - 1) - window, 0))
-    return lo, hi, tl.maximum(hi - lo, 0)
+    lo = tl.minimum(lo, hi)  # or sums with a start near 2**31 would overflow
+    return lo, hi, hi - lo
 
 
 @triton.jit

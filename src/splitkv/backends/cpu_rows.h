@@ -183,7 +183,7 @@ struct packed {
 
 #if FP8_BY_BYTES
 INLINE struct packed decode_fp8(const struct reader *reader, __m512i code) {
-    struct packed packed = {NULL};
+    struct packed packed = {.at = NULL};
     const __m512i magnitude3 = _mm512_permutex2var_epi8(_mm512_loadu_si512(reader->byte3), code,
                                                         _mm512_loadu_si512(reader->byte3 + 64));
     packed.byte2 = _mm512_permutex2var_epi8(_mm512_loadu_si512(reader->byte2), code,

@@ -57,15 +57,15 @@ def rows_of(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def line(row: dict[str, Any]) -> str:
-    ours = row["us"]["splitkv"]
+    ours, unsplit = row["us"].get("splitkv"), row["us"].get("rowwise")
     cells = (
         f"{row['num_q_heads']}/{row['num_kv_heads']}, {row['head_dim']}",
         row["kv_dtype"],
         f"{row['seq_len']:,}",
         f"{row['floor_us']:.1f}",
-        f"{ours:.1f}",
-        f"{row['floor_us'] / ours:.0%}",
-        f"{row['us']['rowwise']:,.0f}",
+        f"{ours:.1f}" if ours else "too noisy",
+        f"{row['floor_us'] / ours:.0%}" if ours else "",
+        f"{unsplit:,.0f}" if unsplit else "",
         f"{row['err']['splitkv']:.1e}",
         f"{row['err']['sdpa']:.1e}",
     )

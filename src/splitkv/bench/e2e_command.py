@@ -162,7 +162,7 @@ def show(result: Mapping[str, Any]) -> None:
         plain(out, f"not measured: {entry['geometry']}{', ' + where if where else ''}: {entry['reason']}")
     where = result.get("gpu") or f"{result['cpu']}, {result['threads']} threads"
     read = f"reads {result['read_bandwidth_tb_s'] * 1e3:.1f} GB/s, measured in this run"
-    plain(out, f"{where}; {read}; random weights, seed {result['seed']}; {result['wall_s']:.0f} s")
+    plain(out, f"{where}; {read}; seed {result['seed']}; {result['wall_s']:.0f} s")
 
 
 def _why(row: Mapping[str, Any]) -> str:

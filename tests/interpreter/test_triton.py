@@ -372,8 +372,8 @@ def bounds_kernel(lens, starts, los, his, spans, WINDOW: tl.constexpr):
 
 @pytest.mark.parametrize("window", [0, 8])
 def test_a_row_begins_at_its_end_at_the_latest(window: int) -> None:
-    """Found by the fuzzer on a GPU: from a start near 2**31 the end of the first split overflowed, and the pipeline, which
-    counts steps by differences, asked for keys at negative places."""
+    """Found by the fuzzer on a GPU: from a start near 2**31 the end of the first split overflowed, and the pipeline,
+    which counts steps by differences, asked for keys at negative places."""
     lens, starts = int32([48, 9, 5, -3]), int32([3, -7, 2**31 - 1, 2**30])
     los, his, spans = (torch.full((4,), -1, dtype=torch.int32) for _ in range(3))
     bounds_kernel[(1,)](lens, starts, los, his, spans, WINDOW=window)

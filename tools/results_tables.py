@@ -1,4 +1,4 @@
-"""Write the tables of measured figures in README.md and docs/ from results/h200/*.json, or check them.
+"""Write the tables of measured figures in README.md and docs/ from results/*/*.json, or check them.
 
 `python tools/results_tables.py` rewrites what stands between the markers; `--check` exits 1 where that would change
 anything. No figure is written by hand.
@@ -15,7 +15,8 @@ from splitkv.bench import e2e_report
 from splitkv.bench.summary import OURS, best_peer, goal_met, groups, speedup
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "results" / "h200"
+RESULTS = ROOT / "results"
+H200, CPU = "h200", "cpu-zen5-2core"
 BEGIN, END = "<!-- figures: {} -->", "<!-- end of figures -->"
 HEADER = (
     "| heads, head_dim | KV | keys | floor µs | splitkv µs | of bandwidth | unsplit µs | error | PyTorch's error |",
@@ -51,8 +52,8 @@ PLOTS = {
 """The figures that docs/performance.md shows where `splitkv report --plots docs/plots` has drawn them."""
 
 
-def rows_of(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    record = json.loads((RESULTS / f"{name}.json").read_text())
+def rows_of(name: str, folder: str = H200) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    record = json.loads((RESULTS / folder / f"{name}.json").read_text())
     return record, record["rows"]
 
 
@@ -72,12 +73,12 @@ def line(row: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def source(record: dict[str, Any], name: str) -> str:
+def source(record: dict[str, Any], name: str, folder: str = H200) -> str:
     dirty = ", uncommitted changes in it" if record["dirty"] else ""
+    file, machine = f"results/{folder}/{name}.json", record.get("gpu") or record["cpu"]
     return (
-        f"{record['gpu']}, read bandwidth {record['read_bandwidth_tb_s']:.2f} TB/s in the same run; commit "
-        f"`{record['commit'][:12]}`{dirty}; [results/h200/{name}.json](LINK/results/h200/{name}.json); made by "
-        f"`{record['command']}`."
+        f"{machine}, read bandwidth {record['read_bandwidth_tb_s']:.3g} TB/s in the same run; commit "
+        f"`{record['commit'][:12]}`{dirty}; [{file}](LINK/{file}); made by `{record['command']}`."
     )
 
 
@@ -109,7 +110,7 @@ def attention_line(row: dict[str, Any]) -> str:
 
 def attention_tables() -> list[str]:
     """Nothing until there is a result file."""
-    if not (RESULTS / "attention.json").exists():
+    if not (RESULTS / H200 / "attention.json").exists():
         return []
     record, rows = rows_of("attention")
     versions = [f"{name} {version}" for name, version in record["contender_versions"].items() if version]
@@ -132,7 +133,7 @@ def performance_page() -> str:
 
 def e2e_page() -> str:
     """Every depth of whole decode steps; nothing until there is a result file."""
-    if not (RESULTS / "e2e.json").exists():
+    if not (RESULTS / H200 / "e2e.json").exists():
         return ""
     record, _ = rows_of("e2e")
     parts = [source(record, "e2e").replace("LINK", ".."), ""]
@@ -146,11 +147,44 @@ def e2e_page() -> str:
     return "\n".join(parts).rstrip()
 
 
+def cpu_page() -> str:
+    """Share of the read bandwidth, and how much faster than PyTorch, by length."""
+    record, rows = rows_of("attention", CPU)
+    table: dict[tuple[str, str], dict[int, str]] = {}
+    for row in rows:
+        ours, torch_us = row["us"].get(OURS), row["us"].get("sdpa")
+        if row["group"] == "cpu" and ours:
+            heads = f"{row['num_q_heads']}/{row['num_kv_heads']}, {row['head_dim']}"
+            faster = f", {torch_us / ours:.0f}x" if torch_us else ""
+            table.setdefault((heads, row["kv_dtype"]), {})[row["seq_len"]] = f"{row['floor_us'] / ours:.0%}{faster}"
+    lengths = sorted({length for cells in table.values() for length in cells})
+    head = ["heads, head_dim", "KV", *(f"{length:,} keys" for length in lengths)]
+    lines = [[*case, *(cells.get(length, "too noisy") for length in lengths)] for case, cells in table.items()]
+    text = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines)]
+    return "\n".join([source(record, "attention", CPU).replace("LINK", ".."), "", *text])
+
+
+def ranks_page() -> str:
+    record, rows = rows_of("ranks-x2")
+    lines = [
+        "| case (batch, heads, head_dim, keys, KV) | one GPU µs | its part µs | two µs | speed-up | error, one | two |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        one, part, two = (f"{row['us'][name]:.1f}" for name in (OURS, "part", f"{OURS} x2"))
+        speedup_text = f"{row['speedup']:.2f}"
+        errors = [f"{row['err'][name]:.1e}" for name in (OURS, f"{OURS} x2")]
+        lines.append(f"| {' | '.join([row['case'], one, part, two, speedup_text, *errors])} |")
+    return "\n".join([source(record, "ranks-x2").replace("LINK", ".."), "", *lines])
+
+
 PLACES = {
     ROOT / "README.md": ("rungs", readme),
     ROOT / "docs" / "results.md": ("all", results_page),
     ROOT / "docs" / "performance.md": ("attention", performance_page),
     ROOT / "docs" / "e2e.md": ("e2e", e2e_page),
+    ROOT / "docs" / "cpu.md": ("cpu", cpu_page),
+    ROOT / "docs" / "ranks.md": ("ranks", ranks_page),
 }
 
 
@@ -166,7 +200,7 @@ def main() -> None:
         elif wanted != text:
             path.write_text(wanted)
     if stale:
-        raise SystemExit(f"not what results/h200 says: {', '.join(stale)}; run python tools/results_tables.py")
+        raise SystemExit(f"not what results/ says: {', '.join(stale)}; run python tools/results_tables.py")
 
 
 if __name__ == "__main__":

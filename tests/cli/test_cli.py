@@ -38,7 +38,7 @@ def test_without_typer_one_line_says_what_to_install() -> None:
             "dtypes: expected some of f32, f16, bf16, joined by commas, got 'f32,fp8'",
         ),
         (("rungs", "--device", "tpu"), "device: expected cuda or cpu, got 'tpu'"),
-        (("rungs", "--commit", "main"), "commit: expected 7 to 40 hexadecimal digits, got 'main'"),
+        (("rungs", "--commit", "main"), "commit: expected 7 to 40 hexadecimal digits, or COMMIT:TREE, got 'main'"),
         (("rungs", "--out", f"{__file__}/rungs.json"), "out: expected a file in a writable folder"),
         (("rungs", "--seed", "-1"), "--seed"),
         ((*PLAN, "--device", "tpu"), "device: expected current or one of h200"),

@@ -35,7 +35,7 @@ def test_the_list_names_cases_and_contenders_and_runs_nothing() -> None:
     done = script("bench", "attention", "--device", "cpu", "--list", "--cases", "^table")
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and "table: 1, 16/4, 256, 4096, bf16" in lines
-    assert [line.split(":")[0] for line in lines[-2:]] == ["splitkv", "sdpa"]
+    assert [line.split(":")[0] for line in lines[-3:]] == ["splitkv", "sdpa", "llama.cpp"]
 
 
 @pytest.mark.parametrize(

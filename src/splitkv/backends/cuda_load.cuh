@@ -66,7 +66,7 @@ struct Share {
         first.enter_unit(first.n_begin + first.slot * first.cut.run_len());
     }
 
-    // Row, slot and number in its row of the batch's first unit at or after this block's part of the work, and `end`.
+    // Sets `end`, and of the first unit in this block's part of the work the row and the slot; returns its number in the row.
     __device__ __forceinline__ int locate(const Params& p, int run_keys) {
         Rows rows;
         i64 total = 0;

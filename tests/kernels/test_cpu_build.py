@@ -119,11 +119,13 @@ def test_a_cache_that_cannot_be_written_costs_a_compilation(
     assert load_library().path.parent.name.startswith("splitkv-")
 
 
+BACKENDS = Path(cpu_build.__file__).parent
 BUILD_ALONE = f"""
 import importlib, sys, types
-sys.modules["alone"] = types.ModuleType("alone")
-sys.modules["alone"].__path__ = [{str(Path(cpu_build.__file__).parent)!r}]
-module = importlib.import_module("alone.cpu_build")
+for name, folder in (("alone", {str(BACKENDS.parent)!r}), ("alone.backends", {str(BACKENDS)!r})):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [folder]
+module = importlib.import_module("alone.backends.cpu_build")
 module.BASE_FLAGS = ("-std=gnu11", "-O0", "-w", "-fPIC", "-shared")
 print(module.load_library().path)
 """

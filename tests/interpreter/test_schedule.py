@@ -12,6 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
 from helpers import (
     NAN,
     Guarded,
@@ -29,6 +31,7 @@ from helpers import (
 
 from splitkv import DecodeProblem, DeviceSpec, SplitPolicy, decode_attention, plan_decode, reference_attention
 from splitkv.backends import triton_launch
+from splitkv.backends.triton_tile import row_bounds
 from splitkv.plan import DecodePlan
 from splitkv.policy import MAX_AUTO_SPLITS
 
@@ -236,3 +239,24 @@ def test_a_row_of_one_split_is_rowwise_through_the_public_call() -> None:
         got = attend(q, k, v, int32([100, 31]))
         assert_same(attend(q, k, v, int32([100, 31]), policy=SplitPolicy.pinned(1)), got)
         assert_same(attend(q, k, v, int32([100, 31]), backend="rowwise"), got)
+
+
+@triton.jit
+def bounds_kernel(lens, starts, los, his, spans, WINDOW: tl.constexpr):
+    i = tl.arange(0, 4)
+    lo, hi, span = row_bounds(tl.load(lens + i), tl.load(starts + i), 48, WINDOW, 2)
+    tl.store(los + i, lo)
+    tl.store(his + i, hi)
+    tl.store(spans + i, span)
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_a_row_begins_at_its_end_at_the_latest(window: int) -> None:
+    """Found by the fuzzer on a GPU: from a start near 2**31 the end of the first split overflowed, and the pipeline,
+    which counts steps by differences, asked for keys at negative places."""
+    lens, starts = int32([48, 9, 5, -3]), int32([3, -7, 2**31 - 1, 2**30])
+    los, his, spans = (torch.full((4,), -1, dtype=torch.int32) for _ in range(3))
+    bounds_kernel[(1,)](lens, starts, los, his, spans, WINDOW=window)
+    assert his.tolist() == [48, 9, 5, 0]
+    assert los.tolist() == ([39, 0, 5, 0] if window else [3, 0, 5, 0])
+    assert torch.equal(spans, his - los)

@@ -165,7 +165,8 @@ INLINE __m512i key_lanes(const enum product product, const enum dtype dtype, con
     return (__m512i)(dtype == F32 ? vload((const float *)at) : dtype == F16 ? vload_f16(at) : vload_bf16(at));
 }
 
-/* scores[r][j] = q_r . k_j for `rows` query rows and TURNED_KEYS keys, each sum in the order of the query row. */
+/* scores[r][j] = q_r . k_j for `rows` query rows and TURNED_KEYS keys: a step's products in the order of the query row,
+ * then the steps' sums, which loses less than one long sum. */
 INLINE void score_turned(const enum product product, const enum dtype dtype, const struct reader *reader,
                          const int rows, const float *q, int width, const char *const *k, int64_t offset,
                          struct ahead *ahead, float *scores) {
@@ -173,11 +174,13 @@ INLINE void score_turned(const enum product product, const enum dtype dtype, con
     const int step_bytes = 2 * (product == IN_PAIRS ? 64 : LANES * item_bytes[dtype]);
     struct share share = next_share(ahead, (int64_t)width / decoded * step_bytes);
     (void)reader;
-    vec sum[2][MOST_ROWS];
+    vec sum[2][MOST_ROWS], total[2][MOST_ROWS];
     __m512i lanes[2][LANES];
     UNROLL
-    for (int r = 0; r < rows; r++) sum[0][r] = sum[1][r] = vset1(0.0f);
+    for (int r = 0; r < rows; r++) total[0][r] = total[1][r] = vset1(0.0f);
     for (int at = 0; at < width; at += decoded * LANES) {
+        UNROLL
+        for (int r = 0; r < rows; r++) sum[0][r] = sum[1][r] = vset1(0.0f);
         for (int side = 0; side < 2; side++) {
             __m512i in[LANES];
             UNROLL
@@ -205,11 +208,16 @@ INLINE void score_turned(const enum product product, const enum dtype dtype, con
                     sum[1][r] = multiply_add(product, one, key[1][i], sum[1][r]);
                 }
         }
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            total[0][r] += sum[0][r];
+            total[1][r] += sum[1][r];
+        }
     }
     UNROLL
     for (int r = 0; r < rows; r++) {
-        vstore(scores + r * TILE_KEYS, sum[0][r]);
-        vstore(scores + r * TILE_KEYS + LANES, sum[1][r]);
+        vstore(scores + r * TILE_KEYS, total[0][r]);
+        vstore(scores + r * TILE_KEYS + LANES, total[1][r]);
     }
 }
 

@@ -6,7 +6,7 @@ BIN := .venv/bin
 ENV := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help rungs test check check-kernels check-rest lint format wheel clean
+.PHONY: help rungs test check lint format wheel clean
 
 help:  ## list these verbs
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -18,15 +18,8 @@ test: check  ## what CI runs: the same as check
 
 check: lint  ## ruff, mypy, the GPU kernels in Triton's interpreter, the tests and the README's commands
 	$(BIN)/python tools/results_tables.py --check
-	$(MAKE) --no-print-directory -j2 check-kernels check-rest
-
-# Two halves that take about as long, side by side.
-check-kernels: $(ENV)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/interpreter tests/cases
-	$(BIN)/python -m pytest -q tests/kernels tests/models
-
-check-rest: $(ENV)
-	$(BIN)/python -m pytest -q --ignore=tests/kernels --ignore=tests/models
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter tests/cases
+	$(BIN)/python -m pytest
 
 lint: $(ENV)  ## ruff and mypy alone
 	$(BIN)/python -m ruff check .

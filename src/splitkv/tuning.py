@@ -158,10 +158,10 @@ def lookup(problem: DecodeProblem, rows: int, device: DeviceSpec, backend: str) 
 
     rows: query vectors of one KV head that are served together.
     """
-    table = None if backend == "cpu" else table_for(device)
-    for covered, schedule in table.entries if table else ():
-        if covered.covers(problem, rows, backend):
-            return schedule, f"tuned for {table.name}" if table else ""
+    if backend != "cpu" and (table := table_for(device)):
+        for covered, schedule in table.entries:
+            if covered.covers(problem, rows, backend):
+                return schedule, f"tuned for {table.name}"
     return DEFAULTS[backend], "default"
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .commands import Commit, Dirty, Json, Out, deliver, fail, usage
+from .commands import Commit, Dirty, Json, Out, deliver, fail, measured, usage
 from .record import command_line, provenance, require_writable, to_json
 
 EXAMPLE = 'Example: splitkv bench attention --cases "table|ragged" --with splitkv,sdpa-cudnn,fa3 --out attention.json'
@@ -55,7 +55,6 @@ def attention(
         typer.echo("\n".join(f"{contender.name}: {contender.what}" for contender in running))
         return
     from .attention import AttentionOptions, build_peers, run_attention
-    from .render import progress_bar
 
     asked: dict[str, Any] = {"device": chosen, "cases": cases, "quick": quick, "with": contenders}
     command = command_line("bench attention", {**asked, "limit_s": limit_s, "seed": seed, "out": out})
@@ -66,11 +65,7 @@ def attention(
         if builds["failed"] or builds["error"]:
             raise fail("some modules did not compile")
         return
-    try:
-        with progress_bar("attention") as progress:
-            result = run_attention(options, source, command=command, progress=progress)
-    except RuntimeError as error:
-        raise fail(str(error)) from error
+    result = measured("attention", lambda progress: run_attention(options, source, command=command, progress=progress))
     deliver(result, out, json, show)
     if result["failed_rows"] or not result["rows"]:
         raise typer.Exit(1)

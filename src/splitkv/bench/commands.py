@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,9 @@ import splitkv
 
 from ..problem import MAX_CONTEXT
 from .record import command_line, provenance, require_writable, to_json, write_record
+
+if TYPE_CHECKING:
+    from .render import Report
 
 app = typer.Typer(
     name="splitkv",
@@ -74,6 +77,17 @@ def deliver(result: dict[str, Any], out: Path | None, json: bool, show: Callable
         plain(console(), f"wrote {out}")
 
 
+def measured(label: str, run: Callable[[Report], dict[str, Any]]) -> dict[str, Any]:
+    """What `run` returns, called with the report of a progress bar. A RuntimeError ends the command, in one line."""
+    from .render import progress_bar
+
+    try:
+        with progress_bar(label) as progress:
+            return run(progress)
+    except RuntimeError as error:
+        raise fail(str(error)) from error
+
+
 def fail(message: str) -> typer.Exit:
     """Exit code 1, with one line on standard error."""
     typer.echo(f"failed: {message}", err=True)
@@ -110,15 +124,11 @@ def rungs(
         source = provenance(commit, dirty)
         if out is not None:
             require_writable(out)
-    from .render import console, plain, progress_bar, rungs_report
+    from .render import console, plain, rungs_report
     from .rungs import run_rungs
 
     command = command_line("rungs", {**options.as_command(), "out": out})
-    try:
-        with progress_bar("rungs") as progress:
-            result = run_rungs(options, source, command=command, progress=progress)
-    except RuntimeError as error:
-        raise fail(str(error)) from error
+    result = measured("rungs", lambda progress: run_rungs(options, source, command=command, progress=progress))
     deliver(result, out, json, lambda result: rungs_report(result, console()))
     if not json and options.selection == "quick":
         plain(console(), "this was the quick set; all 54 rungs: splitkv rungs --full")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .commands import Commit, Dirty, Json, Out, deliver, fail, usage
+from .commands import Commit, Dirty, Json, Out, deliver, measured, usage
 from .record import command_line, provenance, require_writable
 
 EXAMPLE = (
@@ -68,15 +68,9 @@ def e2e(
         typer.echo("\n".join([*GEOMETRIES, SMOLLM2]))
         return
     from .e2e import run_e2e
-    from .render import progress_bar
 
-    try:
-        with progress_bar("e2e") as progress:
-            result = run_e2e(
-                options, source, command=command_line("bench e2e", {**asked, "out": out}), progress=progress
-            )
-    except RuntimeError as error:
-        raise fail(str(error)) from error
+    command = command_line("bench e2e", {**asked, "out": out})
+    result = measured("e2e", lambda progress: run_e2e(options, source, command=command, progress=progress))
     deliver(result, out, json, show)
     if result["failed_rows"] or not result["rows"]:
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .commands import Commit, Dirty, Json, Out, deliver, fail, usage
+from .commands import Commit, Dirty, Json, Out, deliver, measured, usage
 from .record import command_line, provenance, require_writable
 
 EXAMPLE = "Example: splitkv bench ranks --ranks 2 --lengths 262144 --dtypes bf16,f32 --out results/h200/ranks.json"
@@ -50,14 +50,9 @@ def ranks(
         if out is not None:
             require_writable(out)
     from .ranks import run_ranks
-    from .render import progress_bar
 
     command = command_line("bench ranks", {"ranks": count, **options.as_command(), "out": out})
-    try:
-        with progress_bar("ranks") as progress:
-            result = run_ranks(options, count, source, command=command, progress=progress)
-    except RuntimeError as error:
-        raise fail(str(error)) from error
+    result = measured("ranks", lambda progress: run_ranks(options, count, source, command=command, progress=progress))
     deliver(result, out, json, show)
     if result["failed_rungs"] or not result["rows"]:
         raise typer.Exit(1)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .commands import Commit, Dirty, Json, deliver, fail, usage
+from .commands import Commit, Dirty, Json, deliver, fail, measured, usage
 from .record import command_line, provenance, require_writable
 
 EXAMPLE = 'Example: splitkv bench tune --ranges "bf16, head_dim 65-128" --out h200.json'
@@ -49,15 +49,11 @@ def tune(
             raise ValueError("device: expected a CUDA GPU that PyTorch can use, got none")
         path = out or FOLDER / f"{table_name(DeviceSpec.current())}.json"
         require_writable(path)
-    from .render import progress_bar
     from .tune import TuneOptions, run_tune
 
     command = command_line("bench tune", {"ranges": ranges, "limit_s": limit_s, "seed": seed, "out": out})
-    try:
-        with progress_bar("tune") as progress:
-            result = run_tune(TuneOptions("cuda", picked, seed, limit_s), source, command=command, progress=progress)
-    except RuntimeError as error:
-        raise fail(str(error)) from error
+    options = TuneOptions("cuda", picked, seed, limit_s)
+    result = measured("tune", lambda progress: run_tune(options, source, command=command, progress=progress))
     failed = bool(result["failed_rows"] or not result["rows"])
     deliver(result, None if failed else path, json, show)
     if failed:

@@ -40,6 +40,12 @@ from .tiles import (
 )
 from .tuning import Schedule, lookup
 
+CUDA_WAVES, UNEVEN_SHARE_BYTES = 4, 768 * KIB
+"""Loaded launches of backend cuda have so many blocks for each that the GPU holds (cuda_load.cuh, Share). They work
+where rows differ and a block's share of K and V is this much: below, their starts cost more than they even out."""
+MERGE_TASKS_PER_SM = 2
+"""Up to which the sixteen warps of a block share a merge task (backend cuda): two such blocks fit an SM."""
+
 
 @dataclass(frozen=True)
 class DecodePlan:
@@ -80,19 +86,31 @@ class DecodePlan:
         cuda (KV heads x row blocks, blocks, 1): blocks take units until there are none."""
         heads = self.problem.num_kv_heads * self.row_blocks
         if self.backend == "cuda":
-            blocks = max(self.schedule.blocks_per_sm * self.device.sm_count // heads, 1)
-            return (heads, min(blocks, self.max_units), 1)
+            waves = CUDA_WAVES if self.max_run > 1 and self.problem.batch > 1 else 1
+            return (heads, waves * self.blocks_at_once, 1)
         if self.max_run > 1:
             return (self.max_units, heads, 1)
         return (max(self.max_splits, 1), heads, self.problem.batch)
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Blocks of backend cuda that share an SM's memory: one, with twice as many tiles in flight, where there are
+        SMs for all units."""
+        units = self.problem.batch * self.max_splits * self.problem.num_kv_heads * self.row_blocks
+        return 1 if units <= self.device.sm_count else self.schedule.blocks_per_sm
+
+    @property
+    def blocks_at_once(self) -> int:
+        """Blocks of backend cuda that the GPU holds, per KV head and row block."""
+        heads = self.problem.num_kv_heads * self.row_blocks
+        return max(min(self.blocks_per_sm * self.device.sm_count // heads, self.max_units), 1)
 
     @property
     def num_stages(self) -> int:
         """Tiles in flight: the tile's own number and what the schedule adds to it."""
         more = self.schedule.more_stages
         if self.backend == "cuda":
-            blocks = self.schedule.blocks_per_sm
-            return cuda_shared(self.problem, self.tile.block_m, self.device, blocks, more)[0]
+            return cuda_shared(self.problem, self.tile.block_m, self.device, self.blocks_per_sm, more)[0]
         return triton_stages(self.tile, self.problem, self.device, more)
 
     @property
@@ -102,9 +120,26 @@ class DecodePlan:
         return least_bytes // self.problem.kv_bytes_per_key if self.backend == "cuda" else 0
 
     @property
+    def uneven_keys(self) -> int:
+        """Keys of a block from which on rows of several lengths are dealt to more blocks (backend cuda)."""
+        return UNEVEN_SHARE_BYTES // self.problem.kv_bytes_per_key
+
+    @property
     def splits(self) -> bool:
         """Whether any row can be cut at all; if not there is no workspace and no merge."""
         return self.max_splits > 1
+
+    @property
+    def merge_tasks(self) -> int:
+        """What the merge of backend cuda is cut into: 64 columns of one query vector each."""
+        return (
+            self.problem.batch * self.problem.num_q_heads * self.problem.q_len * ceil_div(self.problem.v_head_dim, 64)
+        )
+
+    @property
+    def merges_together(self) -> bool:
+        """Whether a block's warps share one merge task: where tasks are too few to give every warp one."""
+        return self.merge_tasks <= MERGE_TASKS_PER_SM * self.device.sm_count
 
     @property
     def workspace_bytes(self) -> int:

@@ -30,8 +30,8 @@ class Schedule:
     units_per_sm: units that a loaded launch makes per SM. loaded_splits_per_sm: splits per SM above which a launch is
     loaded, and blocks join splits themselves. max_run: most splits that one block joins by itself: 1, 4 or 16, or
     fewer where the kernel has no registers for them. least_run_kib: K and V that a block reads, at least, before it
-    writes a part, where max_run and rows allow (backend cuda). blocks_per_sm: blocks that stay on an SM and share its
-    memory (backend cuda). more_stages: tiles in flight beyond the tile's own number, as far as memory allows.
+    writes a part, where max_run and rows allow (backend cuda). blocks_per_sm: blocks that share an SM and its
+    memory, where units are more than SMs (backend cuda). more_stages: tiles in flight beyond the tile's own number, as far as memory allows.
     """
 
     units_per_sm: int
@@ -55,9 +55,9 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "blocks_per_sm": (1, 2, 3, 4),
     "more_stages": tuple(range(-4, 5)),
 }
-DEFAULTS = {"cuda": Schedule(32, 4, least_run_kib=192), "triton": Schedule(16, 16), "cpu": Schedule(16, 16)}
+DEFAULTS = {"cuda": Schedule(64, 4, least_run_kib=192), "triton": Schedule(16, 16), "cpu": Schedule(16, 16)}
 """triton: enough units that uneven rows even out, few enough that starts stay cheap. cuda, whose blocks take equal
-shares of consecutive units: 16 units each, so that shares are equal; units under 192 KiB cost more to write and merge
+shares of consecutive units: 32 units each, so that shares are equal; units under 192 KiB cost more to write and merge
 than uneven shares do."""
 
 Interval = tuple[int, int]

@@ -135,10 +135,13 @@ def test_blocks_fill_the_device_twice_and_no_more(
     plan = plan_of(asked, device, policy, batch)
     heads, blocks, rest = plan.grid
     assert (heads, rest) == (plan.problem.num_kv_heads * plan.row_blocks, 1)
-    assert 1 <= blocks <= plan.max_units
-    assert heads * blocks <= max(2 * device.sm_count, heads)
-    if blocks < plan.max_units:
-        assert heads * (blocks + 1) > 2 * device.sm_count
+    at_once = plan.blocks_at_once
+    assert 1 <= at_once <= plan.max_units
+    assert heads * at_once <= max(plan.blocks_per_sm * device.sm_count, heads)
+    if at_once < plan.max_units:
+        assert heads * (at_once + 1) > plan.blocks_per_sm * device.sm_count
+    assert blocks == at_once * (4 if plan.max_run > 1 and batch > 1 else 1)
+    assert plan.blocks_per_sm == (1 if heads * batch * plan.max_splits <= device.sm_count else 2)
 
 
 @given(taken(), GPUS, POLICIES, st.data())

@@ -173,7 +173,7 @@ def busiest(plan: DecodePlan, spans: Sequence[int], run: int) -> int:
     """Keys of the block that has most, of rows that are all alike."""
     split_len, num_splits = plan.rule.split(spans[0])
     units = len(spans) * max(1, -(-num_splits // run))
-    return -(-units // plan.grid[1]) * min(split_len * run, spans[0])
+    return -(-units // plan.blocks_at_once) * min(split_len * run, spans[0])
 
 
 def check_schedule(plan: DecodePlan, spans: Sequence[int]) -> int:
@@ -190,7 +190,7 @@ def check_schedule(plan: DecodePlan, spans: Sequence[int]) -> int:
     grid_units, _, grid_rows = plan.grid
     if plan.backend == "cuda":  # blocks take units until there are none
         assert slots == list(range(len(units)))
-        assert 1 <= plan.grid[1] <= plan.max_units
+        assert 1 <= plan.blocks_at_once <= plan.max_units
         assert plan.max_run in (1, 4, 16)
     elif plan.max_run > 1:
         assert slots == list(range(len(units)))
@@ -280,7 +280,7 @@ def test_workspace_is_exact_and_within_the_slots(case: Case) -> None:
     ("changes", "policy", "slots"),
     [
         ({"batch": 9, "q_dtype": "f32", "kv_dtype": "f32"}, "length", 9 * 256 * 16),
-        ({"batch": 9}, "length", (32 * 132 // 4 + 9 * 256 // 16) * 16),  # joined in blocks, in runs of 16
+        ({"batch": 9}, "length", (64 * 132 // 4 + 9 * 256 // 16) * 16),  # joined in blocks, in runs of 16
         ({"batch": 9, "num_q_heads": 24}, "waves", 9 * 11 * 24),
         ({"capacity": 64}, "auto", 0),
         ({"capacity": 0}, "auto", 0),

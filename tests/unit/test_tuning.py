@@ -72,8 +72,8 @@ def test_every_schedule_covers_every_split_once(case: Case, schedule: Schedule, 
     check_schedule(plan, spans)
     assert plan.max_run <= max(schedule.max_run, 1)
     if plan.backend == "cuda":
-        heads, blocks, _ = plan.grid
-        assert heads * blocks <= max(schedule.blocks_per_sm * plan.device.sm_count, heads)
+        heads = plan.grid[0]
+        assert heads * plan.blocks_at_once <= max(schedule.blocks_per_sm * plan.device.sm_count, heads)
 
 
 @given(CASES, SCHEDULES)
@@ -81,10 +81,10 @@ def test_stages_fit_the_shared_memory(case: Case, schedule: Schedule) -> None:
     plan = plan_decode(case.asked, case.device, case.policy, schedule=schedule)
     assert plan.num_stages >= 2
     if plan.backend == "cuda":
-        options = schedule.blocks_per_sm, schedule.more_stages
+        options = plan.blocks_per_sm, schedule.more_stages
         _, size = cuda_shared(plan.problem, plan.tile.block_m, plan.device, *options)
         assert size <= plan.device.shared_memory_bytes
-        share = (plan.device.shared_memory_bytes + 1024) // schedule.blocks_per_sm - 1024
+        share = (plan.device.shared_memory_bytes + 1024) // plan.blocks_per_sm - 1024
         assert size <= share + 16 or plan.num_stages == 2
         fewer, as_many = (cuda_shared(plan.problem, plan.tile.block_m, plan.device, 2, more)[0] for more in (-1, 0))
         assert (fewer, as_many) == (max(as_many - 1, 2), plan.tile.num_stages)

@@ -124,7 +124,7 @@ __device__ __forceinline__ void row_bounds(const Params& p, int row, int& lo, in
 // Work is counted in units and in costs: multiples of COST_KEYS keys, and one more for each unit's begin and end.
 #define COST_KEYS 64
 struct Work {
-    i64 units, cost;
+    int units, cost;
 };
 
 __device__ __forceinline__ int cost_of(i64 keys) { return (int)((keys + COST_KEYS - 1) / COST_KEYS) + 1; }
@@ -168,24 +168,38 @@ struct Rows {
     __device__ __forceinline__ void load_next(const Params& p, int run_keys) { load(p, base + 32, through(31), run_keys); }
 };
 
-// Least keys per unit, from the load, read on the device: so many that the whole batch makes about target_units units. But rows
-// that are all alike take whole runs wherever smaller units would not even out the blocks' shares.
-__device__ __forceinline__ int keys_per_run(const Params& p) {
-    i64 total = 0;
-    int longest = 0;
-    for (int row = threadIdx.x & 31; row < p.batch; row += 32) {
-        int lo, hi;
-        row_bounds(p, row, lo, hi);
-        total += hi - lo;
-        longest = max(longest, hi - lo);
+// The load, read on the device. run_keys: least keys per unit, so many that the whole batch makes about target_units units. But
+// rows that are all alike take whole runs wherever smaller units would not even out the blocks' shares. even: the blocks
+// that the GPU holds at once are enough, as rows are alike or work is too little to be worth more starts.
+struct Load {
+    int run_keys;
+    bool even;
+
+    __device__ __forceinline__ explicit Load(const Params& p) {
+        run_keys = 0;
+        even = true;
+        if (MAX_RUN == 1) return;
+        float total = 0.0f;
+        int longest = 0, shortest = INT_MAX;
+#pragma unroll 1
+        for (int row = threadIdx.x & 31; row < p.batch; row += 32) {
+            int lo, hi;
+            row_bounds(p, row, lo, hi);
+            total += (float)(hi - lo);
+            longest = max(longest, hi - lo);
+            shortest = min(shortest, hi - lo);
+        }
+#pragma unroll 1
+        for (int step = 16; step; step /= 2) {
+            total += __shfl_xor_sync(~0u, total, step);
+            longest = max(longest, __shfl_xor_sync(~0u, longest, step));
+            shortest = min(shortest, __shfl_xor_sync(~0u, shortest, step));
+        }
+        even = longest == shortest || total < (float)p.blocks * UNEVEN_KEYS;
+        run_keys = max((int)fminf(__fdiv_rn(total, (float)p.target_units), 1e9f), LEAST_RUN_KEYS);
+        if (longest == shortest && busiest(p, longest, INT_MAX) <= busiest(p, longest, 1)) run_keys = INT_MAX;
     }
-    for (int step = 16; step; step /= 2) {
-        total += __shfl_xor_sync(~0u, total, step);
-        longest = max(longest, __shfl_xor_sync(~0u, longest, step));
-    }
-    if (total == (i64)longest * p.batch && busiest(p, longest, INT_MAX) <= busiest(p, longest, 1)) return INT_MAX;
-    return (int)max((total + p.target_units - 1) / p.target_units, (i64)LEAST_RUN_KEYS);
-}
+};
 
 // Weights of two parts when they join, and the joined maximum: a comes before b; an empty part changes no bit.
 struct Join {

@@ -21,9 +21,8 @@ PARAMS = struct.Struct("=14q22q17i3f")
 LENGTH_AT = struct.calcsize("=14q22q")
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3, torch.float32: 4}
 BOOL_MASK, NO_MASK = 5, 6
-MERGE_COLUMNS = 64
-MERGE_WARPS, MERGE_WARPS_LOADED = 16, 8
-"""Of one query vector's columns, and of eight vectors': cuda_merge.cu."""
+MERGE_WARPS_TOGETHER, MERGE_WARPS = 16, 8
+"""Of one merge task, and of eight: cuda_merge.cu."""
 INT32_MAX = 2**31 - 1
 """Lengths and capacities are 32-bit in the kernels: keys past this one are none that memory holds."""
 STREAMS = 16
@@ -76,7 +75,7 @@ class CudaLaunch:
             *steps(out, 3), *steps(lse, 3), scale_step(k_scale), scale_step(v_scale),
             0, problem.batch, min(problem.capacity, INT32_MAX), k_cache.shape[0], problem.page_size or 1, window,
             problem.num_kv_heads, problem.group_size, problem.q_len, plan.rows_per_block, plan.row_blocks,
-            rule.target, rule.min_len, rule.quantum, plan.target_units, plan.max_run, plan.grid[1],
+            rule.target, rule.min_len, rule.quantum, plan.target_units, plan.max_run, plan.blocks_at_once,
             softmax_scale if isinstance(k_scale, Tensor) else softmax_scale * k_scale,
             1.0 if isinstance(v_scale, Tensor) else v_scale, softcap,
         )  # fmt: skip
@@ -86,11 +85,12 @@ class CudaLaunch:
             ("OUT_TYPE", TYPES[q.dtype]),
             ("MAX_RUN", plan.max_run),
             ("LEAST_RUN_KEYS", plan.least_run_keys),
+            ("UNEVEN_KEYS", plan.uneven_keys),
             ("WIDE_LENS", int(wide_lens)),
         )
         columns = plan.tile.block_m
         stages, self._shared_bytes = cuda_shared(
-            problem, columns, plan.device, plan.schedule.blocks_per_sm, plan.schedule.more_stages
+            problem, columns, plan.device, plan.blocks_per_sm, plan.schedule.more_stages
         )
         self._split: Defines = (
             *common,
@@ -106,10 +106,9 @@ class CudaLaunch:
             ("SOFTCAP", int(softcap > 0.0)),
             ("MASK", NO_MASK if mask is None else TYPES.get(mask.dtype, BOOL_MASK)),
         )
-        self._merge = common
-        tasks = problem.batch * vectors * -(-problem.v_head_dim // MERGE_COLUMNS)
-        per_block = 1 if plan.max_run == 1 else MERGE_WARPS_LOADED
-        self._merge_grid = (-(-tasks // per_block), 1, 1)
+        self._merge: Defines = (*common, ("TOGETHER", int(plan.merges_together)))
+        per_block = 1 if plan.merges_together else MERGE_WARPS
+        self._merge_grid = (-(-plan.merge_tasks // per_block), 1, 1)
         self._free: dict[int, list[Launches]] = {}
         self.variant: Hashable = (self._split, self._merge if plan.splits else None)
 
@@ -145,7 +144,7 @@ class CudaLaunch:
         kernels = [(launch_config(plan.grid, threads, self._shared_bytes, stream, self._dependent), split)]
         if plan.splits:
             merge = load_kernel("merge", self._merge, capability, self._device, 0)
-            threads = 32 * (MERGE_WARPS if plan.max_run == 1 else MERGE_WARPS_LOADED)
+            threads = 32 * (MERGE_WARPS_TOGETHER if plan.merges_together else MERGE_WARPS)
             kernels.append((launch_config(self._merge_grid, threads, 0, stream, self._dependent), merge))
         return Launches(self._device, kernels, self._params, len(TENSORS) + 1, LENGTH_AT)
 

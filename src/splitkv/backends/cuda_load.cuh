@@ -18,6 +18,8 @@ __device__ __forceinline__ void copy_chunk(uint4* to, const char* from, bool ins
 #endif
 }
 
+#define FIRST_SHARE 0.7f  // of all work, for the blocks that start first
+
 // A unit of a row, for the query vectors of one KV head (a block keeps to one head): one piece of a block's work.
 struct Item {
     int row, slot, hi, n_begin, n_end;
@@ -50,46 +52,56 @@ struct Item {
     }
 };
 
-// What this block computes of its head: consecutive units of the batch, as much work as any other block.
+// What this block computes of its head: consecutive units of the batch. The blocks that the GPU holds at once have equal shares.
+// Where rows differ more blocks follow, with smaller shares: they start where others end, and even out what those differ by.
 struct Share {
     Item first;
     int end;  // the slot after its last unit's; first.slot if it has none
 
-    __device__ __forceinline__ Share(const Params& p, int run_keys) {
+    __device__ __forceinline__ Share(const Params& p, const Load& load) {
         int unit = 0;
         first.row = 0;
-        if (p.batch > 1) unit = locate(p, run_keys);
-        if (first.row < p.batch) first.enter_row(p, run_keys, unit);
+        if (p.batch > 1) unit = locate(p, load);
+        if (first.row < p.batch) first.enter_row(p, load.run_keys, unit);
         if (p.batch > 1) return;
-        first.slot = divide(blockIdx.y * first.cut.units, gridDim.y);  // one row's units are alike
-        end = divide((blockIdx.y + 1) * first.cut.units, gridDim.y);
+        first.slot = divide(blockIdx.y * first.cut.units, p.blocks);  // one row's units are alike
+        end = divide((blockIdx.y + 1) * first.cut.units, p.blocks);
         first.enter_unit(first.n_begin + first.slot * first.cut.run_len());
     }
 
+    // Where a block's part of all the work begins, which is where that of the block before it ends.
+    __device__ __forceinline__ int begin_of(const Params& p, const Load& load, int total, int block) {
+        int blocks = load.even ? p.blocks : gridDim.y;
+        if (block == blocks) return total;
+        float part = __fdiv_rn((float)total, (float)p.blocks);
+        if (blocks == p.blocks) return (int)(part * (float)block);
+        int first = min(block, p.blocks);
+        float later = __fdiv_rn((float)(block - first) * (float)p.blocks, (float)(blocks - p.blocks));
+        return (int)(part * (FIRST_SHARE * (float)first + (1.0f - FIRST_SHARE) * later));
+    }
+
     // Sets `end`, and of the first unit in this block's part of the work the row and the slot; returns its number in the row.
-    __device__ __forceinline__ int locate(const Params& p, int run_keys) {
+    __device__ __forceinline__ int locate(const Params& p, const Load& load) {
         Rows rows;
-        i64 total = 0;
+        int run_keys = load.run_keys, total = 0;
 #pragma unroll 1
         for (int base = (p.batch - 1) & ~31; base >= 0; base -= 32) {  // ends at the first rows
             rows.load(p, base, {0, 0}, run_keys);
             total += rows.through(31).cost;
         }
-        float part = __fdiv_rn((float)total, (float)gridDim.y);
         int row, unit, first_unit;
 #pragma unroll 1
         for (int side = 0; side < 2; side++) {
-            int block = blockIdx.y + side;
-            i64 position = block == gridDim.y ? total : (i64)(part * (float)block);
+            int position = begin_of(p, load, total, blockIdx.y + side);
             while (rows.base + 32 < p.batch && position >= rows.through(31).cost) rows.load_next(p, run_keys);
             row = rows.base + __popc(__ballot_sync(~0u, rows.before.cost + rows.cost <= position));
             Work before = rows.until(row);
-            int units = (int)(rows.through((row - rows.base) & 31).units - before.units);
+            int units = rows.through((row - rows.base) & 31).units - before.units;
             int cost = __shfl_sync(~0u, rows.unit_cost, (row - rows.base) & 31);
-            end = (int)before.units;
+            end = before.units;
             unit = 0;
             if (row < p.batch) {
-                unit = min(ceil_div((int)(position - before.cost), cost), units);
+                unit = min(ceil_div(position - before.cost, cost), units);
                 end += unit;
             }
             if (row < p.batch && unit == units) {

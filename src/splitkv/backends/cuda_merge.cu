@@ -1,13 +1,13 @@
 // Backend "cuda", second kernel: joins a row's parts along the tree of docs/one-answer.md.
 //
-// Compile-time: DV, OUT_TYPE, MAX_RUN. A lane has two columns, a warp 64. Where rows were cut finely (MAX_RUN 1) sixteen
-// warps share a query vector, four parts each, and join in shared memory. Under load rows have few parts, and a warp does a
-// vector alone. Same operands in the same order: same bytes.
+// Compile-time: DV, OUT_TYPE, MAX_RUN, TOGETHER. A lane has two columns, a warp 64. Where query vectors are few (TOGETHER)
+// sixteen warps share one, four parts each, and join in shared memory. Where they are many a warp does a vector alone. Same
+// operands in the same order: same bytes.
 
 #define COLUMNS 64
 #define COLUMN_BLOCKS ((DV + COLUMNS - 1) / COLUMNS)
-#define WARPS (MAX_RUN > 1 ? 8 : 16)
-#define BLOCKS_PER_SM (MAX_RUN > 1 && __CUDA_ARCH__ < 1000 ? 3 : 2)  // registers for three would spill on sm_100
+#define WARPS (TOGETHER ? 16 : 8)
+#define BLOCKS_PER_SM (!TOGETHER && __CUDA_ARCH__ < 1000 ? 3 : 2)  // registers for three would spill on sm_100
 
 struct Sum {
     float x, y, m, l;
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_ke
     if (!touch(p)) return;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     int heads = p.num_kv_heads * p.group, of_row = heads * p.q_len;
-    int task = MAX_RUN > 1 ? blockIdx.x * WARPS + warp : blockIdx.x;
+    int task = TOGETHER ? blockIdx.x : blockIdx.x * WARPS + warp;
     int vector = task / COLUMN_BLOCKS, dv = task % COLUMN_BLOCKS * COLUMNS + lane * 2;
     int row = divide(vector, of_row), head = vector - row * of_row, query = 0;
     if (p.q_len > 1) {
@@ -118,12 +118,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_ke
     }
     int units = 0, first = 0;
     if (row < p.batch) {
-        int run_keys = MAX_RUN > 1 ? keys_per_run(p) : 0, lo, hi;
+        int run_keys = Load(p).run_keys, lo, hi;
         if (p.batch > 1) {
             Rows rows;
             rows.load(p, 0, {0, 0}, run_keys);
             while (row >= rows.base + 32) rows.load_next(p, run_keys);
-            first = (int)rows.until(row).units;
+            first = rows.until(row).units;
         }
         row_bounds(p, row, lo, hi);
         units = cut_row(p, hi - lo, run_keys).units;
@@ -133,8 +133,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_ke
 
     i64 at = (i64)first * of_row + head * p.q_len + query;
     Parts parts = {p.partial_out + at * DV + dv, (const float2*)p.partial_ml + at, of_row, units, dv < DV};
-    Sum sum = MAX_RUN > 1 ? join_alone(parts) : join_together(parts);
-    if (MAX_RUN == 1 && warp || dv >= DV) return;
+    Sum sum = TOGETHER ? join_together(parts) : join_alone(parts);
+    if (TOGETHER && warp || dv >= DV) return;
     Finish finish(p, sum.m, sum.l, head);
     u16* out = (u16*)p.out + row * p.out_stride_b + query * p.out_stride_i + head * p.out_stride_h + dv;
     out[0] = to_16_bits(finish(sum.x));

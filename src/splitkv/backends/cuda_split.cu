@@ -196,8 +196,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
     if (!touch(p)) return;
     wait_for_previous_kernel();
 
-    int run_keys = MAX_RUN > 1 ? keys_per_run(p) : 0;
-    Share share(p, run_keys);
+    Load load(p);
+    int run_keys = load.run_keys;
+    if (load.even && blockIdx.y >= p.blocks) return;
+    Share share(p, load);
     Item item = share.first;
     if (item.slot >= share.end) return;
 

@@ -146,8 +146,9 @@ __device__ __forceinline__ void soften(Sums& sums, float (&s)[MT][NT][4]) {
     }
 }
 
-// p as the right operand of V^T P^T. In 16 bits p is kept in two halves, so that it loses nothing: the tensor cores have
-// time to spare. fp8 keys need no more than one f16.
+// p as the right operand of V^T P^T. In 16 bits p is kept in two halves, so that it loses nothing, where the tensor cores have
+// time to spare: up to eight query vectors. fp8 keys need no more than one f16.
+#define TWO_HALVES (!FP8 && NT == 1)
 struct Weights {
     u32 high[MT][NT][2], low[MT][NT][2];
 
@@ -161,7 +162,7 @@ struct Weights {
                     float x = p[mt][nt][2 * i], y = p[mt][nt][2 * i + 1];
                     u32 rounded = pack(x, y);
                     high[mt][nt][i] = transpose_matrix(rounded);
-                    if (!FP8)
+                    if (TWO_HALVES)
                         low[mt][nt][i] = transpose_matrix(pack(x - unpack((u16)rounded), y - unpack((u16)(rounded >> 16))));
                 }
     }
@@ -188,7 +189,7 @@ __device__ __forceinline__ void accumulate(Sums& sums, const uint4* v, const Wei
 #pragma unroll
             for (int nt = 0; nt < NT; nt++) {
                 multiply(sums.acc[step][nt], a0, a1, a2, a3, w.high[mt][nt][0], w.high[mt][nt][1]);
-                if (!FP8) multiply(sums.acc[step][nt], a0, a1, a2, a3, w.low[mt][nt][0], w.low[mt][nt][1]);
+                if (TWO_HALVES) multiply(sums.acc[step][nt], a0, a1, a2, a3, w.low[mt][nt][0], w.low[mt][nt][1]);
             }
         }
     }

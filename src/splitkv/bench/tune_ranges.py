@@ -25,7 +25,7 @@ TRIED: dict[str, dict[str, tuple[int, ...]]] = {
     "cuda": {
         "blocks_per_sm": (1, 3),
         "more_stages": (-2, -1, 1),
-        "units_per_sm": (4, 8, 16, 64),
+        "units_per_sm": (4, 16, 32),
         "loaded_splits_per_sm": (2, 8, 16),
         "max_run": (1, 4),
         "least_run_kib": (0, 96, 384),

@@ -31,7 +31,8 @@ class Schedule:
     loaded, and blocks join splits themselves. max_run: most splits that one block joins by itself: 1, 4 or 16, or
     fewer where the kernel has no registers for them. least_run_kib: K and V that a block reads, at least, before it
     writes a part, where max_run and rows allow (backend cuda). blocks_per_sm: blocks that share an SM and its
-    memory, where units are more than SMs (backend cuda). more_stages: tiles in flight beyond the tile's own number, as far as memory allows.
+    memory, where units are more than SMs (backend cuda). more_stages: tiles in flight beyond the tile's own number, as
+    far as memory allows.
     """
 
     units_per_sm: int

@@ -15,8 +15,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-import triton
-from compiled import OPTIONS, POINTERS, kernel_launches
+from compiled import OPTIONS, POINTERS, kernel_launches, ttgir
 from helpers import reschedule
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -32,6 +31,10 @@ GEOMETRIES = {
     "24/4, 48": (24, 4, 48, 48),
     "16/1, 576/512": (16, 1, 576, 512),
 }
+
+
+TTGIR: dict[str, str] = {}
+"""What was compiled, by kernel, signature, constants, attributes and options: many variants are the same launch."""
 
 
 def summed_in(kernel: Any, arguments: dict[str, Any], unaligned: tuple[str, ...] = ()) -> set[str]:
@@ -50,8 +53,11 @@ def summed_in(kernel: Any, arguments: dict[str, Any], unaligned: tuple[str, ...]
         else:
             signature[name] = "fp32"
     options = {name: arguments[name] for name in OPTIONS if name in arguments}
-    source = ASTSource(kernel, signature, constants, attributes)
-    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
+    launch = repr((kernel.fn.__name__, signature, constants, attributes, options))
+    if launch not in TTGIR:
+        source = ASTSource(kernel, signature, constants, attributes)
+        TTGIR[launch] = ttgir(source, GPUTarget("cuda", 90, 32), options)
+    text = TTGIR[launch]
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.M))
     sums = re.findall(r'"tt\.reduce"\(%[\w#]+\) <\{[^}]*\}> \(\{(.*?)\}\) : \(([^)]*)\)', text, re.S)
     types = [kind for body, kind in sums if "arith.addf" in body]
@@ -94,3 +100,27 @@ def test_sums_have_one_layout(geometry: str, dtype: str, kv_dtype: str, monkeypa
             "unaligned caches": summed_in(kernel, arguments, ("k_cache", "v_cache")),
         }
     assert {name for name, got in variants.items() if got != want} == set()
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("f32", "fp8_e4m3"), ("bf16", "bf16")], ids=str)
+@pytest.mark.parametrize(("kind", "mask_dtype"), [("bool", torch.int8), ("additive", torch.float32)], ids=str)
+def test_a_mask_s_strides_change_no_sum(
+    kind: str, mask_dtype: torch.dtype, dtype: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the fuzzer: a mask whose heads lie side by side had f32 sums of another order."""
+    problem = DecodeProblem(1, 32, 4, 32, 32, q_dtype=dtype, kv_dtype=kv_dtype)
+    plan = plan_decode(problem, DeviceSpec.named("h200"), backend="triton")
+    kernel, arguments = kernel_launches(plan, monkeypatch)["split_kernel"]
+    arguments |= dict(MASK=kind, mask=torch.empty(16, dtype=mask_dtype))
+    strides = {
+        "rows of keys": (4096, 4096, 4096, 1),
+        "one row for all heads": (4096, 0, 0, 1),
+        "keys in columns": (4096 * 64, 64, 1, 64),
+        "heads side by side": (4096 * 64, 1, 64, 64),
+        "odd": (4099, 4099, 4099, 1),
+    }
+    sums = {}
+    for name, steps in strides.items():
+        of_mask = {f"mask_stride_{axis}": step for axis, step in zip("bhin", steps, strict=True)}
+        sums[name] = summed_in(kernel, arguments | of_mask)
+    assert {name for name, got in sums.items() if got != sums["rows of keys"]} == set()

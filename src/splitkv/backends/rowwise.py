@@ -19,7 +19,8 @@ from .triton_prepared import KernelCall, TritonLaunch
 from .triton_tile import attend_tile, close_split, finish, load_bounds, load_queries, load_scales
 
 
-@triton.jit(do_not_specialize=["uniform_len", "capacity", "num_pages", "window"])
+@triton.jit(do_not_specialize=["uniform_len", "capacity", "num_pages", "window", "mask_stride_b", "mask_stride_h",
+                               "mask_stride_i", "mask_stride_n"])  # fmt: skip
 def rowwise_kernel(
     q, k_cache, v_cache, seq_lens, block_table, starts, mask, sinks, k_scales, v_scales, out, lse,
     q_stride_b, q_stride_i, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,

@@ -1,5 +1,6 @@
 """Backend "triton", first kernel: one block attends to one unit of a row for a whole group of query heads.
 
+Nothing is compiled for a mask's strides: loads of another shape would bring sums of another order (test_layouts.py).
 A unit is an aligned run of splits (plan.py). A row with a single unit is finished here; otherwise the block
 writes its part to the workspace and triton_merge.py joins the parts.
 """
@@ -24,7 +25,8 @@ from .triton_tile import (
 
 
 @triton.jit(do_not_specialize=["uniform_len", "batch", "capacity", "num_pages", "window", "target", "min_len",
-                               "quantum", "target_units", "max_splits"])  # fmt: skip
+                               "quantum", "target_units", "max_splits", "mask_stride_b", "mask_stride_h",
+                               "mask_stride_i", "mask_stride_n"])  # fmt: skip
 def split_kernel(
     q, k_cache, v_cache, seq_lens, block_table, starts, mask, sinks, k_scales, v_scales,
     out, lse, partial_out, partial_ml,

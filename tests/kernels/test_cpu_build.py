@@ -114,9 +114,7 @@ def test_why_there_is_no_library(
     assert not list(cache.glob("*.tmp")) if cache.exists() else True
 
 
-def test_a_spoilt_file_is_made_again(
-    small: None, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spoilt_file_is_made_again(small: None, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", compiler(tmp_path, f'exec {REAL} "$@"'))
     command = [str(tmp_path / "compiler")]
     cache.mkdir(parents=True)

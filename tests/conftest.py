@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -15,6 +16,14 @@ NO_GPU = "no CUDA device"
 # A first call may compile a kernel, so an example has no deadline. CI draws the same examples every time.
 settings.register_profile("splitkv", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("splitkv")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_new_objects_are_collected() -> None:
+    """What torch and the tests before have made lives on: to search a million objects again takes a quarter second,
+    and the end-to-end benchmarks alone collect a hundred times."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,6 +4,11 @@ only says what is missing."""
 from __future__ import annotations
 
 import sys
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typer import Typer
 
 HINT = "splitkv's commands need typer and rich: pip install 'splitkv[cli]'"
 
@@ -16,6 +21,12 @@ def main() -> None:
     except ModuleNotFoundError:
         print(HINT, file=sys.stderr)
         raise SystemExit(2) from None
+    application()(prog_name="splitkv")
+
+
+@cache
+def application() -> Typer:
+    """The app with every command."""
     from .bench.app import bench_app
     from .bench.commands import app
     from .bench.generating import generate  # noqa: F401  # adds its command to the app
@@ -23,7 +34,7 @@ def main() -> None:
 
     app.add_typer(bench_app)
     app.command(epilog=EXAMPLE)(report)
-    app(prog_name="splitkv")
+    return app
 
 
 if __name__ == "__main__":

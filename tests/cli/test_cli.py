@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from commandline import PLAN, run, script
+from commandline import PLAN, flat, run, script
 
 
 @pytest.mark.parametrize("words", [(), ("rungs",), ("plan",), ("doctor",)])
@@ -54,8 +54,7 @@ def test_without_typer_one_line_says_what_to_install() -> None:
 def test_bad_usage_is_exit_2_with_the_argument_and_no_traceback(words: tuple[str, ...], message: str) -> None:
     code, out, err = run(*words)
     assert (code, out) == (2, "")
-    flat = " ".join(err.replace("│", " ").split())
-    assert message in flat and "Traceback" not in err
+    assert message in flat(err) and "Traceback" not in err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from commandline import run, script
+from commandline import flat, run, script
 
 from splitkv import plan_memory
 from splitkv.bench import fitting, machine
@@ -121,7 +121,7 @@ def test_a_context_past_the_models_own_is_noted(tmp_path: Path) -> None:
 def test_bad_usage_is_exit_2(words: tuple[str, ...], message: str, model: str) -> None:
     code, out, err = run("fit", "--model", model, *words)
     assert (code, out) == (2, "")
-    assert message in " ".join(err.replace("│", " ").split()) and "Traceback" not in err
+    assert message in flat(err) and "Traceback" not in err
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "splitkv"
 
 
+@pytest.fixture
+def small(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of one function, which compiles at once: for what happens to any library."""
+    source = tmp_path / "source" / cpu_build.SOURCE.name
+    source.parent.mkdir()
+    source.write_text("long splitkv_cpu_call_bytes(void) { return 48; }\n")
+    for name in cpu_build.HEADERS:
+        source.with_name(name).touch()
+    monkeypatch.setattr(cpu_build, "SOURCE", source)
+
+
 def compiler(folder: Path, body: str) -> str:
     """A compiler that notes each compilation in `calls`, then runs `body` (shell; "$@" are the arguments)."""
     script = folder / "compiler"
@@ -39,7 +50,9 @@ def compilations(folder: Path) -> int:
     return len(calls.read_text().splitlines()) if calls.exists() else 0
 
 
-def test_second_load_does_not_compile(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_load_does_not_compile(
+    small: None, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CC", compiler(tmp_path, f'exec {REAL} "$@"'))
     first = load_library()
     assert compilations(tmp_path) == 1 and first.compiler == "made-up 1.0" and first.flags == cpu_build.FLAG_LADDER[0]
@@ -101,17 +114,17 @@ def test_why_there_is_no_library(
     assert not list(cache.glob("*.tmp")) if cache.exists() else True
 
 
-def test_a_spoilt_file_is_made_again(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spoilt_file_is_made_again(small: None, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", compiler(tmp_path, f'exec {REAL} "$@"'))
     command = [str(tmp_path / "compiler")]
     cache.mkdir(parents=True)
     name = cpu_build._fingerprint(command, "made-up 1.0", cpu_build.FLAG_LADDER[0])
     (cache / f"cpu-{name}.so").write_bytes(b"\x7fELF and then nothing")
-    assert load_library().functions.splitkv_cpu_call_bytes() > 0 and compilations(tmp_path) == 1
+    assert load_library().functions.splitkv_cpu_call_bytes() == 48 and compilations(tmp_path) == 1
 
 
 def test_a_cache_that_cannot_be_written_costs_a_compilation(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -127,14 +140,14 @@ for name, folder in (("alone", {str(BACKENDS.parent)!r}), ("alone.backends", {st
     sys.modules[name].__path__ = [folder]
 module = importlib.import_module("alone.backends.cpu_build")
 module.BASE_FLAGS = ("-std=gnu11", "-O0", "-w", "-fPIC", "-shared")
+module.SOURCE = type(module.SOURCE)(sys.argv[1])
 print(module.load_library().path)
 """
 
 
-def test_processes_that_build_together(cache: Path) -> None:
-    processes = [
-        subprocess.Popen([sys.executable, "-c", BUILD_ALONE], stdout=subprocess.PIPE, text=True) for _ in range(4)
-    ]
+def test_processes_that_build_together(small: None, cache: Path) -> None:
+    command = [sys.executable, "-c", BUILD_ALONE, str(cpu_build.SOURCE)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     paths = {process.communicate(timeout=60)[0].strip() for process in processes}
     assert all(process.returncode == 0 for process in processes)
     assert paths == {str(path) for path in cache.iterdir()}

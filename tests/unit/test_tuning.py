@@ -22,6 +22,7 @@ from splitkv.tiles import cuda_shared, triton_stages
 from splitkv.tuning import ALLOWED, DEFAULTS, SCHEMA, Range, Schedule, Table, lookup, table_for, table_name
 
 SCHEDULES = st.builds(Schedule, **{name: st.sampled_from(values) for name, values in ALLOWED.items()})
+MOST_SPLITS = 32_768  # of one example: several times what any schedule takes at once
 WHOLE = dict(head_dim=[16, 256], rows=[1, 64], batch=[1, 65_535], capacity=[0, 262_144])
 
 
@@ -67,7 +68,7 @@ def test_no_schedule_changes_what_fixes_the_bytes(case: Case, schedule: Schedule
 
 @given(CASES, SCHEDULES, st.data())
 def test_every_schedule_covers_every_split_once(case: Case, schedule: Schedule, data: st.DataObject) -> None:
-    spans = data.draw(ragged(case.asked.capacity))
+    spans = data.draw(ragged(case.asked.capacity))[: MOST_SPLITS // max(case.most_splits, 1)]
     plan = plan_decode(replace(case.asked, batch=len(spans)), case.device, case.policy, schedule=schedule)
     check_schedule(plan, spans)
     assert plan.max_run <= max(schedule.max_run, 1)

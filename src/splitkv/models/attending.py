@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 
 def chunk_attention(
@@ -18,6 +17,8 @@ def chunk_attention(
     q: [tokens, num_q_heads, head_dim]. k, v: [end, num_kv_heads, head_dim]. scale: of the logits, which softcap c then
     makes c tanh(logits / c). Returns q's shape.
     """
+    from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler along, which takes a second
+
     tokens, end = q.shape[0], k.shape[0]
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     group = q.shape[1] // k.shape[1]

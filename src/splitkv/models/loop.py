@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..backends.launching import on_device
 from .decoder import Decoder
 from .sampling import Sampler
 from .state import DecodeState
@@ -68,10 +69,11 @@ class DecodeLoop:
     @torch.no_grad()
     def step(self) -> None:
         """One more token in every row. The caller keeps lengths below the capacity."""
-        if self._graph is None:
-            self._step()
-        else:
-            self._graph.replay()
+        with on_device(self.tokens):
+            if self._graph is None:
+                self._step()
+            else:
+                self._graph.replay()
 
     @torch.no_grad()
     def prefill(
@@ -88,12 +90,13 @@ class DecodeLoop:
         step = chunk or (CUDA_CHUNK if self.decoder.device.type == "cuda" else CPU_CHUNK)
         ids = torch.tensor(prompt, dtype=torch.int64).to(self.decoder.device)
         self.state.clear_row(row)
-        for start in range(0, size, step):
-            if progress is not None:
-                progress(start, size, "prefill")
-            logits = self.decoder.prefill(ids[start : start + step], self.state, row, start)
-        self.state.seq_lens[row] = size
-        self.tokens[row] = self.sampler(logits[None])[0]
+        with on_device(self.tokens):
+            for start in range(0, size, step):
+                if progress is not None:
+                    progress(start, size, "prefill")
+                logits = self.decoder.prefill(ids[start : start + step], self.state, row, start)
+            self.state.seq_lens[row] = size
+            self.tokens[row] = self.sampler(logits[None])[0]
         self.finish()
         if progress is not None:
             progress(size, size, "prefill")

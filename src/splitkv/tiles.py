@@ -47,12 +47,12 @@ class TileConfig:
 def compute_dtype(q_dtype: str, kv_dtype: str) -> str:
     """Dtype in which q.k and p.v are multiplied (always summed in f32).
 
-    Keys and values lose nothing to it: fp8 is exact in f16, and mixed 16-bit dtypes and anything with f32 go
-    through true f32. A bf16 query over fp8 keys is exact in f16 from 6e-5 to 65504.
+    Keys and values lose nothing to it: fp8 is exact in f16, and an f16 query over bf16 keys and anything with f32 go
+    through true f32. A bf16 query over fp8 or f16 keys is exact in f16 from 6e-5 to 65504.
     """
     if q_dtype == "f32":
         return "f32"
-    if kv_dtype.startswith("fp8"):
+    if kv_dtype == "f16" or kv_dtype.startswith("fp8"):
         return "f16"
     return kv_dtype if kv_dtype == q_dtype else "f32"
 

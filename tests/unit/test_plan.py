@@ -384,7 +384,7 @@ def test_tiles_in_flight_fit_in_shared_memory(
         ("f16", "f16", "f16"),
         ("bf16", "bf16", "bf16"),
         ("f16", "bf16", "f32"),
-        ("bf16", "f16", "f32"),
+        ("bf16", "f16", "f16"),  # as over fp8: a query's elements from 6e-5 to 65504
         ("f16", "fp8_e4m3", "f16"),
         ("f16", "fp8_e5m2", "f16"),
     ],

@@ -59,7 +59,7 @@ class DecodeLoop:
             self.state.clear()
             graph = torch.cuda.CUDAGraph()
             graph.register_generator_state(self.sampler.generator)
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=side):  # torch's own stream is of the device that captured first
                 self._step()
         self._graph = graph
         self.state.clear()

@@ -4,6 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ENV := .venv/.installed
+# Tests that mostly wait for compilers, on one core each: two side by side. The others use all cores by themselves.
+COMPILED := tests/kernels/test_layouts.py $(wildcard tests/kernels/test_*compile.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help rungs test check lint format wheel clean
@@ -18,8 +20,9 @@ test: check  ## what CI runs: the same as check
 
 check: lint  ## ruff, mypy, the GPU kernels in Triton's interpreter, the tests and the README's commands
 	$(BIN)/python tools/results_tables.py --check
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter tests/cases
-	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreter tests/cases
+	$(BIN)/python -m pytest -n 2 $(COMPILED)
+	$(BIN)/python -m pytest $(COMPILED:%=--ignore=%)
 
 lint: $(ENV)  ## ruff and mypy alone
 	$(BIN)/python -m ruff check .

@@ -131,16 +131,27 @@ def performance_page() -> str:
     return "\n".join(parts).rstrip()
 
 
+E2E_FILES = {
+    (H200, "e2e"): "Qwen3.5-9B, batches and KV dtypes",
+    (H200, "e2e-llamacpp"): "Beside llama.cpp, on the same weights",
+    (H200, "e2e-others"): "Other geometries",
+    (CPU, "e2e-smollm2"): "SmolLM2's own weights on two cores",
+    (CPU, "e2e-0.8b"): "Qwen3.5-0.8B on two cores",
+}
+"""Result files of whole decode steps, by folder and name, and what they show."""
+
+
 def e2e_page() -> str:
-    """Every depth of whole decode steps; nothing until there is a result file."""
-    if not (RESULTS / H200 / "e2e.json").exists():
-        return ""
-    record, _ = rows_of("e2e")
-    parts = [source(record, "e2e").replace("LINK", ".."), ""]
-    for geometry, lines in e2e_report.table(record).items():
-        parts += [f"### {geometry}", "", f"| {' | '.join(e2e_report.HEAD)} |", "|---" * len(e2e_report.HEAD) + "|"]
-        parts += [f"| {' | '.join(text for _, text in cells)} |" for cells in lines] + [""]
-    parts += [f"- {note}" for note in e2e_report.notes(record)] + [""]
+    """Every depth of whole decode steps, file by file."""
+    parts: list[str] = []
+    for (folder, name), title in E2E_FILES.items():
+        record, _ = rows_of(name, folder)
+        parts += [f"### {title}", "", source(record, name, folder).replace("LINK", ".."), ""]
+        for geometry, lines in e2e_report.table(record).items():
+            head = f"| {' | '.join(e2e_report.HEAD)} |"
+            parts += [f"**{geometry}**", "", head, "|---" * len(e2e_report.HEAD) + "|"]
+            parts += [f"| {' | '.join(text for _, text in cells)} |" for cells in lines] + [""]
+        parts += [f"- {note}" for note in e2e_report.digest(record)] + [""]
     for name in ("steps", "kernels"):
         if (ROOT / "docs" / "plots" / f"e2e-{name}.png").exists():
             parts += [f"![e2e: {name}](plots/e2e-{name}.png)", ""]

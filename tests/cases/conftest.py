@@ -14,6 +14,8 @@ from interpreting import INTERPRETED, quick_interpreter, silence
 from planting import Fault
 
 import splitkv
+from splitkv import attention
+from splitkv.prepared import CallMemo
 
 __all__ = ["quick_interpreter"]
 HERE = Path(__file__).parent
@@ -30,6 +32,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         twice = [item for item in here if not {"decode", "decode_here", "plant"} & set(item.fixturenames)]  # type: ignore[attr-defined]
         config.hook.pytest_deselected(items=twice)
         items[:] = [item for item in items if item not in twice]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults are planted in plans and kernels: no test runs a call that an earlier one prepared."""
+    monkeypatch.setattr(attention, "_CALLS", CallMemo())
 
 
 class Decode:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from splitkv import attention
 from splitkv.backends import cpu, cpu_build
 from splitkv.bench.fuzz.checks import check
 from splitkv.bench.fuzz.draw import draw_case
+from splitkv.prepared import CallMemo
 
 CASES = 600
 MUTANTS = {
@@ -52,6 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     quick = tuple("-O0" if flag == "-O3" else flag for flag in cpu_build.BASE_FLAGS)  # to compile, not to run
     monkeypatch.setattr(cpu_build, "BASE_FLAGS", quick)
     cpu._library.cache_clear()
+    monkeypatch.setattr(attention, "_CALLS", CallMemo())  # calls prepared before run the library of then
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield tmp_path

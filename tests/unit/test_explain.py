@@ -25,7 +25,7 @@ def test_explain_says_everything(case: Case) -> None:
         "schedule": schedule,
         "backend": (plan.backend,),
         "grid": (plan.grid, f"{plan.waves:.2f}"),
-        "tile": (tile.block_n, tile.block_m, tile.num_warps, f"{tile.num_stages} stages", tile.compute),
+        "tile": (tile.block_n, tile.block_m, tile.num_warps, f"{plan.num_stages} stages", tile.compute),
         "workspace": (f"{plan.workspace_bytes} bytes",),
         "bytes read": (asked.kv_bytes(),),
         "floor": (f"{plan.floor_us:.1f} us", f"{device.bandwidth_bytes_s / 1e12:.2f} TB/s")

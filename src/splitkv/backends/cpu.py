@@ -12,12 +12,14 @@ import functools
 import itertools
 import struct
 import warnings
+from array import array
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from . import cpu_fallback
+from . import TENSORS, cpu_fallback
 from .cpu_build import BuildError, Library, load_library
 
 if TYPE_CHECKING:
@@ -39,77 +41,102 @@ _NO_MEMORY, _PLAN_TOO_SMALL = 1, 2  # enum status of cpu_kernel.c
 _ABSENT = (0,) * 6
 _CALL = struct.Struct("@" + 12 * "6q" + "q" + "17q" + "2d")
 """`struct call` of cpu_call.h: 12 views (address, 4 strides in bytes, dtype), the workspace, integers, floats."""
+_VIEWS = (
+    "q", "k_cache", "v_cache", "seq_lens", "block_table", "starts", "mask", "sinks", "k_scale", "v_scale", "out", "lse",
+)  # fmt: skip
+_WORDS_OF_VIEW = 6
+_ADDRESSES = slice(0, len(_VIEWS) * _WORDS_OF_VIEW + 1, _WORDS_OF_VIEW)
+"""Of the views and, behind the last of them, of the workspace, in 64-bit words."""
+_SOURCES = tuple(TENSORS.index(name) for name in (*_VIEWS, "workspace"))
+_LENS = _VIEWS.index("seq_lens")
+_NUM_THREADS = len(_VIEWS) * _WORDS_OF_VIEW + 17
 
 
-def launch(
-    *,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    seq_lens: Tensor | int,
-    block_table: Tensor | None,
-    softmax_scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    starts: Tensor | None,
-    mask: Tensor | None,
-    k_scale: Tensor | float,
-    v_scale: Tensor | float,
-    out: Tensor,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-    plan: DecodePlan,
-) -> None:
+def launch(*, seq_lens: Tensor | int, **arguments: Any) -> None:
     """Fill out [batch, q_len, num_q_heads, v_head_dim] and lse [batch, q_len, num_q_heads].
 
     Arguments are checked and normalised already: q is [batch, q_len, num_q_heads, head_dim]; window 0 and
     softcap 0.0 stand for none; the mask is expanded to [batch, num_q_heads, q_len, capacity]; scales are numbers
     or f32 [num_kv_heads]. The workspace holds `plan.workspace_bytes`, or is None where the plan never splits.
     """
-    library = _library()
-    arguments: dict[str, Any] = {
-        "q": q,
-        "k": k_cache,
-        "v": v_cache,
-        "seq_lens": seq_lens,
-        "block_table": block_table,
-        "starts": starts,
-        "mask": mask,
-        "sinks": sinks,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "out": out,
-        "lse": lse,
-    }
-    if isinstance(library, str):
-        cpu_fallback.attend(**arguments, softmax_scale=softmax_scale, window=window, softcap=softcap, rule=plan.rule)
+    arguments |= dict(seq_lens=seq_lens)
+    prepared = prepare(**arguments)
+    if prepared is None:
+        _attend_in_torch(**arguments)
         return
-    if not isinstance(seq_lens, Tensor):
-        arguments["seq_lens"] = ctypes.c_int64(seq_lens)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if not isinstance(scale, Tensor):
-            arguments[name] = ctypes.c_float(scale)
-    batch, q_len, num_q_heads, head_dim = q.shape
-    num_pages, page_size, num_kv_heads, v_head_dim = v_cache.shape
-    functions = library.functions
-    capacity = page_size * (1 if block_table is None else block_table.shape[1])
-    rule, max_run, target_units, max_units = plan.rule, plan.max_run, plan.target_units, plan.max_units
-    call = _CALL.pack(
-        *itertools.chain.from_iterable(map(_view, arguments.values())),
-        0 if workspace is None else workspace.data_ptr(),
-        *(batch, q_len, num_q_heads, num_kv_heads, head_dim, v_head_dim),
-        *(capacity, max(page_size, 1), num_pages, window),
-        *(rule.target, rule.min_len, rule.quantum, max_run, target_units, max_units),
-        torch.get_num_threads() if functions.splitkv_cpu_has_threads() else 1,
-        softmax_scale,
-        softcap,
-    )
-    status = functions.splitkv_cpu_decode(call)
-    if status == _NO_MEMORY:
-        raise MemoryError("cpu backend: no memory for the threads' scratch")
-    if status == _PLAN_TOO_SMALL:
-        raise ValueError(f"workspace: this call needs more than the plan's {max_units} partial results")
+    addresses = [t.data_ptr() if isinstance(t := arguments[name], Tensor) else 0 for name in TENSORS]
+    prepared(addresses, 0 if isinstance(seq_lens, Tensor) else seq_lens)
+
+
+def prepare(**arguments: Any) -> CpuLaunch | None:
+    """`launch` with all but addresses and a uniform length fixed (backends.PreparedLaunch); None without a compiler."""
+    library = _library()
+    return None if isinstance(library, str) else CpuLaunch(library, **arguments)
+
+
+class CpuLaunch:
+    """One call of the native kernel. Holds no tensor."""
+
+    def __init__(
+        self,
+        library: Library,
+        *,
+        q: Tensor,
+        v_cache: Tensor,
+        seq_lens: Tensor | int,
+        block_table: Tensor | None,
+        softmax_scale: float,
+        window: int,
+        softcap: float,
+        plan: DecodePlan,
+        **tensors: Any,
+    ) -> None:
+        self._functions = library.functions
+        self._uniform = not isinstance(seq_lens, Tensor)
+        self._max_units = plan.max_units
+        tensors |= dict(q=q, v_cache=v_cache, block_table=block_table)
+        tensors["seq_lens"] = ctypes.c_int64(0) if self._uniform else seq_lens
+        for name in ("k_scale", "v_scale"):
+            if not isinstance(tensors[name], Tensor):
+                tensors[name] = ctypes.c_float(tensors[name])
+        self._numbers = [(i, value) for i, name in enumerate(_VIEWS) if type(value := tensors[name]) in _NUMBERS]
+        batch, q_len, num_q_heads, head_dim = q.shape
+        num_pages, page_size, num_kv_heads, v_head_dim = v_cache.shape
+        capacity = page_size * (1 if block_table is None else block_table.shape[1])
+        rule = plan.rule
+        self._call = _CALL.pack(
+            *itertools.chain.from_iterable(_view(tensors[name]) for name in _VIEWS),
+            0,
+            *(batch, q_len, num_q_heads, num_kv_heads, head_dim, v_head_dim),
+            *(capacity, max(page_size, 1), num_pages, window),
+            *(rule.target, rule.min_len, rule.quantum, plan.max_run, plan.target_units, plan.max_units),
+            1,
+            softmax_scale,
+            softcap,
+        )
+        self._threads: bool = self._functions.splitkv_cpu_has_threads()
+        self.variant: Hashable = "cpu"
+
+    def __call__(self, addresses: Sequence[int], uniform_len: int) -> None:
+        """Raises MemoryError, ValueError (a workspace that is too small for what its lengths make of a plan)."""
+        length = ctypes.c_int64(uniform_len)
+        views = [addresses[source] for source in _SOURCES]
+        for i, number in self._numbers:
+            views[i] = ctypes.addressof(length if i == _LENS else number)
+        call = bytearray(self._call)
+        words = memoryview(call).cast("q")
+        words[_ADDRESSES] = array("q", views)
+        if self._threads:
+            words[_NUM_THREADS] = torch.get_num_threads()
+        status = self._functions.splitkv_cpu_decode(bytes(call))
+        if status == _NO_MEMORY:
+            raise MemoryError("cpu backend: no memory for the threads' scratch")
+        if status == _PLAN_TOO_SMALL:
+            raise ValueError(f"workspace: this call needs more than the plan's {self._max_units} partial results")
+
+
+def _attend_in_torch(*, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan, workspace: Any, **arguments: Any) -> None:
+    cpu_fallback.attend(k=k_cache, v=v_cache, rule=plan.rule, **arguments)
 
 
 def _view(argument: Any) -> tuple[int, ...]:

@@ -173,19 +173,40 @@ def _ms(ms: float | None) -> str:
 
 
 def notes(data: Mapping[str, Any]) -> list[str]:
-    """What a KV dtype does to the logits, flips, and what was not measured."""
+    """What a KV dtype does to the logits, every flip, and what was not measured."""
+    return [*_parity(data), *(text for _, text in _flips(data)), *_not_measured(data)]
+
+
+def digest(data: Mapping[str, Any]) -> list[str]:
+    """As notes, with the flips counted."""
+    verdicts = [explained for explained, _ in _flips(data)]
+    counted = f"flips examined in float64: {len(verdicts)}, explained by 16-bit arithmetic: {sum(verdicts)}"
+    return [*_parity(data), *([counted] if verdicts else []), *_not_measured(data)]
+
+
+def _parity(data: Mapping[str, Any]) -> list[str]:
     lines = ["prefilled: all of the context is a prompt; filled: a prompt, then random keys and values"]
     for name in dict.fromkeys(entry["kv_dtype"] for entry in data["kv_parity"]):
         errors = [entry["relative"] for entry in data["kv_parity"] if entry["kv_dtype"] == name]
         lines.append(f"logits over {name} against f32 keys and values: relative difference up to {max(errors):.1e}")
+    return lines
+
+
+def _flips(data: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    """(whether it is explained, in words) of each flip that was examined."""
     for row in _ours(data):
         for flip in filter(lambda flip: flip["explained"] is not None, row["flips"]):
             where = f"{row['geometry']}, {row['kv_dtype']}, batch {row['batch']}, depth {row['depth']}"
             verdict = "explained" if flip["explained"] else "NOT EXPLAINED"
-            lines.append(
+            yield (
+                flip["explained"],
                 f"flip in {where}: row {flip['row']}, step {flip['step']}, margin {flip['margin']:.2g} in float64, "
-                f"errors {flip['split_rms']:.2g} and {flip['unsplit_rms']:.2g}: {verdict}"
+                f"errors {flip['split_rms']:.2g} and {flip['unsplit_rms']:.2g}: {verdict}",
             )
+
+
+def _not_measured(data: Mapping[str, Any]) -> list[str]:
+    lines = []
     for entry in data["not_measured"]:
         where = ", ".join(f"{key} {value}" for key, value in entry.items() if key not in ("geometry", "reason"))
         lines.append(f"not measured: {entry['geometry']}{', ' + where if where else ''}: {entry['reason']}")

@@ -152,9 +152,9 @@ def e2e_page() -> str:
             parts += [f"**{geometry}**", "", head, "|---" * len(e2e_report.HEAD) + "|"]
             parts += [f"| {' | '.join(text for _, text in cells)} |" for cells in lines] + [""]
         parts += [f"- {note}" for note in e2e_report.digest(record)] + [""]
-    for name in ("steps", "kernels"):
-        if (ROOT / "docs" / "plots" / f"e2e-{name}.png").exists():
-            parts += [f"![e2e: {name}](plots/e2e-{name}.png)", ""]
+        for plot in ("steps", "kernels"):
+            if folder == H200 and (ROOT / "docs" / "plots" / f"{name}-{plot}.png").exists():
+                parts += [f"![{title}: {plot}](plots/{name}-{plot}.png)", ""]
     return "\n".join(parts).rstrip()
 
 

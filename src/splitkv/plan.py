@@ -43,6 +43,8 @@ from .tuning import Schedule, lookup
 CUDA_WAVES, UNEVEN_SHARE_BYTES = 4, 768 * KIB
 """Loaded launches of backend cuda have so many blocks for each that the GPU holds (cuda_load.cuh, Share). They work
 where rows differ and a block's share of K and V is this much: below, their starts cost more than they even out."""
+LEAST_RUN_KEYS = 64
+"""Of any run on backend cuda, whose kernels round keys per run down: so they make 1/64 more units at most."""
 MERGE_TASKS_PER_SM = 2
 """Up to which the sixteen warps of a block share a merge task (backend cuda): two such blocks fit an SM."""
 
@@ -116,8 +118,8 @@ class DecodePlan:
     @property
     def least_run_keys(self) -> int:
         """Keys that a run has at least, whatever the load, where max_run allows: it takes more splits until it does."""
-        least_bytes = self.schedule.least_run_kib * KIB
-        return least_bytes // self.problem.kv_bytes_per_key if self.backend == "cuda" else 0
+        wanted = self.schedule.least_run_kib * KIB // self.problem.kv_bytes_per_key
+        return max(wanted, LEAST_RUN_KEYS) if self.backend == "cuda" else 0
 
     @property
     def uneven_keys(self) -> int:
@@ -292,12 +294,14 @@ def _max_units(batch: int, max_splits: int, max_run: int, target_units: int) -> 
     """Units of a whole launch, per KV head, at most.
 
     A row of `span` keys is cut into runs of at least total/target_units keys, so all rows together make at
-    most target_units units and one more each; rows whose run is held to max_run make max_splits/max_run.
+    most target_units units and one more each; rows whose run is held to max_run make max_splits/max_run. What rounding
+    down adds is at most one in LEAST_RUN_KEYS.
     """
     every_split = batch * max_splits
     if max_run == 1:
         return every_split
-    return min(every_split, target_units + batch * ceil_div(max_splits, max_run))
+    more = ceil_div(target_units, LEAST_RUN_KEYS) + 1
+    return min(every_split, target_units + more + batch * ceil_div(max_splits, max_run))
 
 
 def workspace_bytes(problem: DecodeProblem, device: DeviceSpec, policy: str | SplitPolicy = "auto") -> int:

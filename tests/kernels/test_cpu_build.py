@@ -171,3 +171,13 @@ def test_without_a_compiler_the_fallback_answers_after_one_warning(tmp_path: Pat
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.stdout.startswith("fallback [1.0] 1 "), done
     assert "/no/such/compiler" in done.stdout and "slow" in done.stdout
+
+
+@pytest.mark.parametrize(("isa", "needs"), [("avx512", {"avx512f", "avx512bw", "avx512dq"}), ("avx2", {"avx2", "fma"})])
+def test_a_processor_gets_the_kernel_of_its_instructions(isa: str, needs: set[str]) -> None:
+    """A mistake in one instruction set's code would else go unnoticed: the next flags compile without it."""
+    info = Path("/proc/cpuinfo")
+    features = set(info.read_text().split()) if info.exists() else set()
+    if not needs <= features or (isa == "avx2" and "avx512f" in features) or cpu.cpu_status()[0] != "native":
+        pytest.skip(f"no {isa}, or a better one, or no compiler")
+    assert cpu.cpu_status()[1].startswith(f"{isa}, OpenMP")

@@ -126,6 +126,16 @@ def test_what_is_no_result_file_is_refused_by_name(tmp_path: Path, text: str, me
     assert message in str(caught.value) and "some.json" in str(caught.value)
 
 
+def test_files_without_figures_are_left_out_of_a_folder(tmp_path: Path) -> None:
+    for name in ("fuzz", "rungs"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"schema": f"splitkv.{name}.v1", "rows": [{}]}))
+    records, left_out = report.load_all(sorted(tmp_path.glob("*.json")))
+    assert [record.name for record in records] == ["rungs"]
+    assert len(left_out) == 1 and "fuzz.json" in left_out[0]
+    with pytest.raises(ValueError, match=r"fuzz\.json"):
+        report.load_all([tmp_path / "fuzz.json"])
+
+
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none\.json"):
         report.load(tmp_path / "none.json")

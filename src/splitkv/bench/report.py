@@ -60,6 +60,24 @@ class Plot:
     figure: Figure
 
 
+class NothingToDraw(ValueError):
+    """A result file of ours of a kind that has no figures."""
+
+
+def load_all(paths: Sequence[Path]) -> tuple[list[Record], list[str]]:
+    """(the records that can be drawn, what is said of other result files of ours among them). Raises ValueError as load
+    does, also where none can be drawn."""
+    records, left_out = [], []
+    for path in paths:
+        try:
+            records.append(load(path))
+        except NothingToDraw as reason:
+            left_out.append(str(reason))
+    if left_out and not records:
+        raise ValueError(left_out[0])
+    return records, left_out
+
+
 def load(path: Path) -> Record:
     """Read a result file. Raises ValueError naming the file, what was expected and what came."""
     try:
@@ -68,7 +86,8 @@ def load(path: Path) -> Record:
         raise ValueError(f"results: expected a result file, got {path} ({error})") from None
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema not in (ATTENTION, RUNGS, E2E):
-        raise ValueError(f"results: expected schema {ATTENTION}, {RUNGS} or {E2E} in {path}, got {schema!r}")
+        kind = NothingToDraw if isinstance(schema, str) and schema.startswith("splitkv.") else ValueError
+        raise kind(f"results: expected schema {ATTENTION}, {RUNGS} or {E2E} in {path}, got {schema!r}")
     if not data.get("rows"):
         raise ValueError(f"results: expected rows in {path}, got none")
     return Record(path.stem, data)

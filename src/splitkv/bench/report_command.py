@@ -31,11 +31,13 @@ def report(
         raise fail("splitkv report needs matplotlib: pip install 'splitkv[report]'") from None
     with usage():
         from .record import require_writable, to_json
-        from .report import load, totals, write_report
+        from .report import load_all, totals, write_report
 
-        records = [load(path) for path in results]
+        records, left_out = load_all(results)
         require_writable(out)
         written = write_report(records, out, plots)
+    for reason in left_out:
+        typer.echo(f"left out: {reason}", err=True)
     if json:
         sys.stdout.write(to_json({"schema": SCHEMA, "written": [str(path) for path in written], **totals(records)}))
     else:

@@ -8,7 +8,7 @@ that cannot run a case, raises or is wrong gets no speed and a reason under `not
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from .contender import OURS, Contender
 from .failures import DeviceBroken, require_working_device, short_reason
 from .peers import versions_of
 from .peers_flashinfer import build
+from .progress import Progress
 from .roofline import Bandwidth, read_bandwidth
 from .timing import METHOD, Call, Rotation, Timing, TimingRejected, measure, noisy, plan_rotation
 
@@ -46,9 +47,6 @@ RULES = (
     "error is ||out - ref|| / ||ref|| with ref in float64 over the stored values",
     "a CUDA graph's replay must give the eager call's error",
 )
-
-Progress = Callable[[int, int, str], None]
-"""(cases done, cases in all, what is being done now)."""
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,12 @@ from .e2e_source import Source, open_source
 from .e2e_timing import METHOD, run_length
 from .failures import DeviceBroken, require_working_device, short_reason
 from .fitting import attention_workspace
+from .progress import Progress
 from .roofline import Bandwidth, read_bandwidth
 from .summary import OURS
 
 SCHEMA = "splitkv.e2e.v1"
 ACTIVATIONS = {"cuda": "bf16", "cpu": "f32"}
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

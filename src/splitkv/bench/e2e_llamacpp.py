@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor
 from .contender import installed
 from .llamacpp_worker import KV_TYPES, WARM_UP_STEPS
 from .machine import usable_cores
+from .progress import Progress
 from .timing import summarise
 
 NAME = "llama.cpp"
@@ -35,8 +36,6 @@ METHOD = (
 )
 ABSENT = f"{PACKAGE} is not installed"
 _REASON_LENGTH = 400
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from .e2e_source import Source
 from .e2e_transformers import time_transformers
 from .failures import short_reason
 from .parity import difference_of
+from .progress import Progress
 
 PEERS = {
     e2e_llamacpp.NAME: "llama.cpp through llama-cpp-python, on the decoder's weights written as GGUF",
@@ -41,8 +42,6 @@ LOGITS_LIMIT = {torch.float32: 1e-3}
 LOGITS_LIMIT_16_BIT = 0.1
 Q8_0_SHARE = 34 / 32
 """Bytes of q8_0, blocks of 32 bytes with a scale, over fp8's."""
-
-Progress = Callable[[int, int, str], None]
 
 
 def choose_peers(text: str | None) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ import splitkv
 from ..ranks import RankAttention, part_of
 from . import machine, parity, record, timing
 from .cases import Arena, Rung, RungOptions, memory_budget
+from .progress import Progress
 from .roofline import read_bandwidth
 
 SCHEMA = "splitkv.ranks.v1"
@@ -39,8 +40,6 @@ METHOD = {
     "cpu": f"{_ALONE}perf_counter round single calls after a barrier; of each sample the slowest rank's time; medians, "
     "p20 and p80",
 }
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

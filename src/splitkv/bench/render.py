@@ -17,9 +17,9 @@ from ..plan import DecodePlan
 from ..problem import DecodeProblem
 from .fitting import Fit, limit, notes
 from .planning import PlanRequest, why_invariant
+from .progress import Progress as Report
 from .record import UNKNOWN
 from .rungs import OURS
-from .rungs import Progress as Report
 
 PIPE_WIDTH = 100
 """Columns of a table that goes into a file or a pipe."""

@@ -6,7 +6,7 @@ on a CPU, where that does not exist, PyTorch's scaled_dot_product_attention with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ import splitkv
 
 from . import machine, parity, record
 from .cases import Arena, Rung, RungOptions, arena_bytes, memory_budget
+from .progress import Progress
 from .roofline import Bandwidth, read_bandwidth
 from .timing import (
     METHOD,
@@ -40,9 +41,6 @@ CONTENDERS = {
 }
 STICK_KEYS = 4096
 """Keys on which this run's float64 is held against the oracle, once per dtype."""
-
-Progress = Callable[[int, int, str], None]
-"""(rungs done, rungs in all, what is being done now)."""
 
 
 def run_rungs(

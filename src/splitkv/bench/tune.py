@@ -25,10 +25,11 @@ from ..plan import DecodePlan
 from ..problem import DecodeProblem
 from ..tuning import DEFAULTS, MARGIN, Schedule
 from . import record
-from .attention import Judge, Progress, rotation_of, timings_of
+from .attention import Judge, rotation_of, timings_of
 from .attention_cases import AttentionCase
 from .attention_data import CaseTensors, KVArena, arena_elements
 from .peers_torch import CONTENDERS, make_ours
+from .progress import Progress
 from .roofline import GIB, Bandwidth, read_bandwidth
 from .timing import METHOD, Call, Rotation
 from .tune_ranges import TuneRange, differences, label, variations

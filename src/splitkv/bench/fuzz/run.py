@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ import torch
 import splitkv
 
 from .. import machine, record
+from ..progress import Progress
 from .cases import Case
 from .checks import Finding, Started, check, compare_with_reference, finish, start
 from .draw import draw_case
@@ -39,8 +40,6 @@ MOST_FAILURES = 20
 SHRINK_S, SHRUNK = 20.0, 3
 """Seconds that shrinking one failure of a run may take, and how many are: `--only INDEX --shrink` takes its time."""
 PATIENCE_S = 300.0
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

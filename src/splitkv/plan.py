@@ -45,8 +45,9 @@ CUDA_WAVES, UNEVEN_SHARE_BYTES = 4, 768 * KIB
 where rows differ and a block's share of K and V is this much: below, their starts cost more than they even out."""
 LEAST_RUN_KEYS = 64
 """Of any run on backend cuda, whose kernels round keys per run down: so they make 1/64 more units at most."""
-MERGE_TASKS_PER_SM = 2
-"""Up to which the sixteen warps of a block share a merge task (backend cuda): two such blocks fit an SM."""
+MERGE_COLUMNS, MERGE_TASKS_PER_SM = 64, 2
+"""Columns of one query vector that a merge task joins (backend cuda, cuda_merge.cu), and tasks per SM up to which the
+sixteen warps of a block share one: two such blocks fit an SM."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +134,9 @@ class DecodePlan:
 
     @property
     def merge_tasks(self) -> int:
-        """What the merge of backend cuda is cut into: 64 columns of one query vector each."""
-        return (
-            self.problem.batch * self.problem.num_q_heads * self.problem.q_len * ceil_div(self.problem.v_head_dim, 64)
-        )
+        """What the merge of backend cuda is cut into: MERGE_COLUMNS columns of one query vector each."""
+        vectors = self.problem.batch * self.problem.num_q_heads * self.problem.q_len
+        return vectors * ceil_div(self.problem.v_head_dim, MERGE_COLUMNS)
 
     @property
     def merges_together(self) -> bool:

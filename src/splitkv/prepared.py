@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .backends import TENSORS, PreparedLaunch, launcher, preparer
+from .backends.launching import addresses_of
 from .checks import DecodeInputs
 from .device_checks import CHECK_VARIABLE, check_values, checks_asked, checks_wanted
 from .plan import DecodePlan
@@ -104,8 +105,7 @@ class FirstCall:
         if self._launch is None:
             launcher(self._backend)(**self._arguments)
         else:
-            tensors = (self._arguments[name] for name in TENSORS)
-            self._launch([t.data_ptr() if isinstance(t, Tensor) else 0 for t in tensors], self._uniform_len)
+            self._launch(addresses_of(self._arguments), self._uniform_len)
         return self._out if self._lse is None else (self._out, self._lse)
 
     def kept(self) -> PreparedCall | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import TENSORS, cpu_fallback
 from .cpu_build import BuildError, Library, load_library
+from .launching import addresses_of
 
 if TYPE_CHECKING:
     from ..plan import DecodePlan
@@ -64,8 +65,7 @@ def launch(*, seq_lens: Tensor | int, **arguments: Any) -> None:
     if prepared is None:
         _attend_in_torch(**arguments)
         return
-    addresses = [t.data_ptr() if isinstance(t := arguments[name], Tensor) else 0 for name in TENSORS]
-    prepared(addresses, 0 if isinstance(seq_lens, Tensor) else seq_lens)
+    prepared(addresses_of(arguments), 0 if isinstance(seq_lens, Tensor) else seq_lens)
 
 
 def prepare(**arguments: Any) -> CpuLaunch | None:
@@ -92,10 +92,9 @@ class CpuLaunch:
         **tensors: Any,
     ) -> None:
         self._functions = library.functions
-        self._uniform = not isinstance(seq_lens, Tensor)
         self._max_units = plan.max_units
         tensors |= dict(q=q, v_cache=v_cache, block_table=block_table)
-        tensors["seq_lens"] = ctypes.c_int64(0) if self._uniform else seq_lens
+        tensors["seq_lens"] = seq_lens if isinstance(seq_lens, Tensor) else ctypes.c_int64(0)
         for name in ("k_scale", "v_scale"):
             if not isinstance(tensors[name], Tensor):
                 tensors[name] = ctypes.c_float(tensors[name])

@@ -14,7 +14,7 @@ from ..tiles import cuda_shared
 from . import TENSORS
 from .cuda_build import Defines, load_kernel
 from .cuda_driver import Launches, launch_config
-from .launching import steps
+from .launching import addresses_of, steps
 
 PARAMS = struct.Struct("=14q22q17i3f")
 """cuda_common.cuh's Params, field by field."""
@@ -33,8 +33,7 @@ WORKSPACE = TENSORS.index("workspace")
 def launch(*, q: Tensor, seq_lens: Tensor | int, **arguments: Any) -> None:
     """Split, then merge where the plan splits, on the current stream of q's device; as triton_launch.launch."""
     arguments |= dict(q=q, seq_lens=seq_lens)
-    addresses = [t.data_ptr() if isinstance(t := arguments[name], Tensor) else 0 for name in TENSORS]
-    prepare(**arguments)(addresses, 0 if isinstance(seq_lens, Tensor) else min(seq_lens, INT32_MAX))
+    prepare(**arguments)(addresses_of(arguments), 0 if isinstance(seq_lens, Tensor) else min(seq_lens, INT32_MAX))
 
 
 def prepare(**arguments: Any) -> CudaLaunch:

@@ -1,12 +1,15 @@
-"""What the GPU launchers share."""
+"""What launchers share."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from . import TENSORS
 
 
 def steps(tensor: Tensor | None, count: int) -> tuple[int, ...]:
@@ -15,6 +18,11 @@ def steps(tensor: Tensor | None, count: int) -> tuple[int, ...]:
     if tensor is None:
         return (0,) * count
     return tuple(step if size > 1 else 0 for size, step in zip(tensor.shape[:count], tensor.stride(), strict=False))
+
+
+def addresses_of(arguments: Mapping[str, Any]) -> list[int]:
+    """Of a launch's tensors, in the order of TENSORS; 0 for what is absent or is a number."""
+    return [value.data_ptr() if isinstance(value := arguments[name], Tensor) else 0 for name in TENSORS]
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

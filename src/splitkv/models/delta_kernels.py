@@ -86,14 +86,17 @@ def delta_kernel(
     state = tl.load(places, mask=is_state, other=0, cache_modifier=".cg")
     if PDL:
         gdc_wait()
-    # One trip to the L2 cache: no address here depends on what another load brings.
+    # One trip to the L2 cache: no address here depends on what another load brings. They are volatile, or the assembler
+    # moves those that are used last down, behind the arrival of the first.
     inputs = projected + row * stride
-    position = tl.load(positions + row)
-    new_qk = tl.load(inputs + of_qk, mask=is_qk, other=0)
-    new_vz = tl.load(inputs + of_vz, mask=is_vz, other=0)
     gates = inputs + channels + values + head
-    beta = tl.sigmoid(tl.load(gates).to(tl.float32))
-    step = tl.load(gates + VALUE_HEADS).to(tl.float32) + bias
+    beta = tl.load(gates, volatile=True).to(tl.float32)
+    step = tl.load(gates + VALUE_HEADS, volatile=True)
+    position = tl.load(positions + row, volatile=True)
+    new_qk = tl.load(inputs + of_qk, mask=is_qk, other=0, volatile=True)
+    new_vz = tl.load(inputs + of_vz, mask=is_vz, other=0, volatile=True)
+    beta = tl.sigmoid(beta)
+    step = step.to(tl.float32) + bias
     step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
     decay = tl.exp(log_rate * step)
 

@@ -16,9 +16,10 @@ from .launching import dependent_launch
 
 @triton.jit
 def with_partners(x, mask, d, pairs):
-    """(x at columns d, x at the columns that those are rotated with, which come from the L1 cache)."""
+    """(x at columns d, x at the columns that those are rotated with). Volatile, as in delta_kernel."""
     partner = tl.where(d < pairs, d + pairs, d - pairs)
-    return tl.load(x + d, mask=mask, other=0), tl.load(x + partner, mask=mask & (d < 2 * pairs), other=0)
+    own = tl.load(x + d, mask=mask, other=0, volatile=True)
+    return own, tl.load(x + partner, mask=mask & (d < 2 * pairs), other=0, volatile=True)
 
 
 @triton.jit
@@ -68,15 +69,15 @@ def place_kernel(
     if PDL:  # attention is not told to begin early: it may read lengths at once
         gdc_wait()
     # One trip to the L2 cache: no address here depends on what another load brings, and no store is between them.
-    position = tl.load(positions + row)
-    c = tl.load(cos + pair, mask=is_rotated, other=1.0)
-    s = tl.load(sin + pair, mask=is_rotated, other=0.0)
+    position = tl.load(positions + row, volatile=True)
+    c = tl.load(cos + pair, mask=is_rotated, other=1.0, volatile=True)
+    s = tl.load(sin + pair, mask=is_rotated, other=0.0, volatile=True)
     s = tl.where(d < pairs, -s, s)
     heads = with_partners(from_q, mask, d, pairs)
     key = with_partners(from_k, is_column, d, pairs)
-    value = tl.load(from_k + NUM_KV_HEADS * D + d, mask=is_column, other=0)
+    value = tl.load(from_k + NUM_KV_HEADS * D + d, mask=is_column, other=0, volatile=True)
     if GATED:
-        gates = tl.load(from_q + D + d, mask=mask, other=0).to(tl.float32)
+        gates = tl.load(from_q + D + d, mask=mask, other=0, volatile=True).to(tl.float32)
         tl.store(gate + to_q, tl.sigmoid(gates).to(gate.dtype.element_ty), mask=mask)
 
     heads = turned(heads, q_weights, c, s, eps, D, NORM)

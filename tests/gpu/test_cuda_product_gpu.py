@@ -86,15 +86,6 @@ def test_a_row_is_the_same_whatever_stands_beside() -> None:
             assert torch.equal(both[row : row + 1], alone)
 
 
-def test_who_computes_what_does_not_show() -> None:
-    for columns, size in ((4096, 12352), (1024, 6208), (12288, 4096), (256, 9)):
-        x, weight = made(2, columns), made(size, columns, scale=0.05)
-        claims = torch.zeros(4, 1, device="cuda", dtype=torch.int32)
-        by_number = cuda_product.product(x, weight, made(2, size))
-        for claim in claims:
-            assert torch.equal(cuda_product.product(x, weight, made(2, size), claims=claim), by_number)
-
-
 def test_rows_may_lie_apart() -> None:
     wide, weight = made(3, 8192), made(64, 4096, scale=0.05)
     x = wide[:, 2048 : 2048 + 4096]

@@ -4,10 +4,9 @@
 // Compile-time: TYPE (of x, weight and out: F16 or BF16), COLUMNS (a multiple of 8), ROWS (of x, up to 16), CHUNK, STAGES,
 // SHARED_BYTES, NORM and NORM_F32 (its weights' type) or FACTOR (of the input), BIAS, ADD, PAIRED, OUT_F32 (of the output).
 //
-// Blocks stay, one per SM. A block takes groups of 8 outputs (PAIRED: of 8 gates and 8 ups): those that fill its stages by
-// number, the rest as it gets through them. One thread has the bulk copy engine bring their weights, CHUNK columns of
-// each row at a time, STAGES ahead; it begins before the kernel in front has ended, as weights are nobody's output, and
-// so the next product's blocks find room beside these, though not always one per SM. The other warps share a chunk's columns, and their sums meet once per group. Weights are the
+// Blocks stay, one per SM. A block takes groups of 8 outputs (PAIRED: of 8 gates and 8 ups). One thread has the bulk copy engine
+// bring their weights, CHUNK columns of each row at a time, STAGES ahead; it begins before the kernel in front has ended, as
+// weights are nobody's output. The other warps share a chunk's columns, and their sums meet once per group. Weights are the
 // right operand of the tensor cores' products: a lane's 16 bytes are what two products take of a row, in an order of
 // columns that x follows too. A row's result is the same whatever the number of rows, CHUNK and STAGES.
 
@@ -20,8 +19,6 @@
 #define CHUNKS ((COLUMNS + CHUNK - 1) / CHUNK)
 #define LAST (COLUMNS - (CHUNKS - 1) * CHUNK)                     // columns of the last chunk
 #define WHOLE (CHUNK % (WARPS * 32) == 0 && LAST == CHUNK)        // every warp has columns in every step
-#define FIXED (STAGES > CHUNKS ? STAGES / CHUNKS : 1)             // groups of a block that are its own by number
-#define AHEAD (CHUNKS > 2 ? 1 : 4 / CHUNKS)                       // groups known before they are due, for a claim takes 1 us
 #define VECTORS ((COLUMNS / 8 + THREADS - 1) / THREADS)           // of 8 columns, of a row of x, per thread
 
 struct Params {
@@ -30,7 +27,6 @@ struct Params {
     const u16* bias;          // [size]
     const uint4* factor;      // of NORM: its weights, [COLUMNS]; of FACTOR: [ROWS, COLUMNS]
     void* out;                // [ROWS, size]
-    int* claims;              // 0: how many groups have been taken beyond the first FIXED of each block; or null
     i64 x_step;
     int size;
     float eps;
@@ -95,14 +91,11 @@ __device__ __forceinline__ void multiply(float* sums, u32 a0, u32 a1, u32 a2, u3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-#define NO_GROUP -1
-
-struct __align__(16) Shared {
+struct Shared {
     char stages[STAGES][GROUP_ROWS * W_PITCH];
     char x[ROWS * X_PITCH];
     float partial[2][WARPS][OUTPUTS][ROWS][8], squares[ROWS][WARPS];
     i64 full[STAGES], empty[STAGES];
-    int group[STAGES];  // whose weights they are; none: NO_GROUP, the end
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_product.py counts other bytes");
 
@@ -130,49 +123,27 @@ struct Turn {
 };
 
 // By one thread.
-__device__ __forceinline__ void bring_group(const Params& p, Shared& shared, Turn& turn, int group) {
-#pragma unroll 1
-    for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        u32 bytes = (chunk + 1 < CHUNKS ? CHUNK : LAST) * 2, full = address(&shared.full[turn.stage]);
-        wait(&shared.empty[turn.stage], turn.phase);
-        shared.group[turn.stage] = group;
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                     :: "r"(full), "r"(bytes * GROUP_ROWS) : "memory");
-#pragma unroll
-        for (int r = 0; r < GROUP_ROWS; r++) {
-            i64 row = min(group * 8 + r % 8, p.size - 1) + (i64)(r / 8) * p.size;
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                         :: "r"(address(shared.stages[turn.stage] + r * W_PITCH)),
-                            "l"(p.weight + (row * COLUMNS + chunk * CHUNK) * 2), "r"(bytes), "r"(full)
-                         : "memory");
-        }
-        turn.next();
-    }
-}
-
-// The i-th group of a block; one beyond the last where there is none.
-__device__ __forceinline__ int take(const Params& p, int i) {
-    int fixed = FIXED * gridDim.x, mine = blockIdx.x + i * gridDim.x;
-    if (i < FIXED || !p.claims || fixed * 8 >= p.size) return mine;
-    return fixed + atomicAdd(p.claims, 1);
-}
-
-// By one thread as well.
 __device__ __forceinline__ void bring_weights(const Params& p, Shared& shared) {
-    int groups[AHEAD + 1];
     Turn turn = {0, 1};
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) groups[i] = take(p, i);
 #pragma unroll 1
-    for (int i = AHEAD; groups[0] * 8 < p.size; i++) {
-        groups[AHEAD] = take(p, i);
-        bring_group(p, shared, turn, groups[0]);
+    for (int group = blockIdx.x; group * 8 < p.size; group += gridDim.x) {
+#pragma unroll 1
+        for (int chunk = 0; chunk < CHUNKS; chunk++) {
+            u32 bytes = (chunk + 1 < CHUNKS ? CHUNK : LAST) * 2, full = address(&shared.full[turn.stage]);
+            wait(&shared.empty[turn.stage], turn.phase);
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                         :: "r"(full), "r"(bytes * GROUP_ROWS) : "memory");
 #pragma unroll
-        for (int j = 0; j < AHEAD; j++) groups[j] = groups[j + 1];
+            for (int r = 0; r < GROUP_ROWS; r++) {
+                i64 row = min(group * 8 + r % 8, p.size - 1) + (i64)(r / 8) * p.size;
+                asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                             :: "r"(address(shared.stages[turn.stage] + r * W_PITCH)),
+                                "l"(p.weight + (row * COLUMNS + chunk * CHUNK) * 2), "r"(bytes), "r"(full)
+                             : "memory");
+            }
+            turn.next();
+        }
     }
-    wait(&shared.empty[turn.stage], turn.phase);
-    shared.group[turn.stage] = NO_GROUP;
-    arrive(&shared.full[turn.stage]);
 }
 
 // What multiplies the normed x: nobody's output either.
@@ -308,11 +279,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) product_kernel(con
     stage_x(p, norm, shared);
 
     Turn turn = {0, 0};
+    int buffer = 0;
 #pragma unroll 1
-    for (int buffer = 0;; buffer ^= 1) {
-        wait(&shared.full[turn.stage], turn.phase);
-        int group = shared.group[turn.stage];
-        if (group == NO_GROUP) break;
+    for (int group = blockIdx.x; group * 8 < p.size; group += gridDim.x) {
         Output output(p, group);
         float sums[OUTPUTS][2][4] = {};
 #pragma unroll 1
@@ -348,5 +317,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) product_kernel(con
             }
         meet();
         output.finish(p, shared.partial[buffer]);
+        buffer ^= 1;
     }
 }

@@ -22,14 +22,14 @@ from .launching import PDL_CAPABILITY, dependent_launch
 _device = cache(DeviceSpec.current)
 
 SOURCE = Source("product", ("backends/cuda_basics.cuh", "models/cuda_product.cu"))
-PARAMS = struct.Struct("=7qif")
+PARAMS = struct.Struct("=6qif")
 """cuda_product.cu's Params, field by field."""
 TYPES = {torch.float16: 0, torch.bfloat16: 1}
 MOST_ROWS = 16
 WARPS, GROUP = 8, 8
 LEAST_STAGES = 3
 LONG = 8192
-PIECES, LONG_PIECES = (1024,), (2048, 1024)
+PIECES, LONG_PIECES = (1024, 512), (2048, 1024, 512)
 """Most columns of a row of weights that are brought at once, the best first, for rows of up to LONG columns and for
 longer ones. A piece is one order to the copy engine: on an H200 pieces of 512 columns are 20 % slower, and larger ones
 make too few stages."""
@@ -55,10 +55,10 @@ def layout(columns: int, rows: int, paired: bool, shared_memory_bytes: int) -> L
     for piece, most in itertools.product(LONG_PIECES if columns > LONG else PIECES, (half, shared_memory_bytes)):
         pieces = -(-columns // piece)
         chunk = columns if pieces == 1 else _multiple(-(-columns // pieces), WARPS * 32)
-        stage = GROUP * outputs * _multiple(2 * chunk, 128) + 2 * 8 + 4
-        stages = (most - 16 - rest) // stage
+        stage = GROUP * outputs * _multiple(2 * chunk, 128) + 2 * 8
+        stages = (most - rest) // stage
         if stages >= LEAST_STAGES:
-            return Layout(chunk, stages, _multiple(rest + stages * stage, 16))
+            return Layout(chunk, stages, rest + stages * stage)
     return None
 
 
@@ -83,13 +83,11 @@ def product(
     factor: Tensor | None = None,
     add: bool = False,
     paired: bool = False,
-    claims: Tensor | None = None,
 ) -> Tensor:
     """out = x @ weight.T + bias, and `out`: product_kernels.product for `rows` rows, where `takes` says so.
 
     x, factor: [rows, columns], f16 or bf16; out: [rows, size] of the same dtype or f32. What is multiplied is rounded
     to x's dtype after the norm or the factor. A row's result depends neither on other rows nor on their number.
-    claims: int32 [1], zero, of this call alone: blocks then take as much work as they get through.
     """
     device = _device(x.device.index)
     kernel, blocks, shared_bytes = _kernel(
@@ -98,7 +96,7 @@ def product(
     )  # fmt: skip
     if norm is not None:
         factor = norm[0]
-    addresses = (0 if t is None else t.data_ptr() for t in (x, weight, bias, factor, out, claims))
+    addresses = (0 if t is None else t.data_ptr() for t in (x, weight, bias, factor, out))
     params = PARAMS.pack(*addresses, x.stride(0) // 8, out.shape[1], 0.0 if norm is None else norm[1])
     stream = torch.cuda.current_stream(x.device).cuda_stream
     config = launch_config((blocks, 1, 1), 32 * (WARPS + 1), shared_bytes, stream, dependent_launch(x)[0])

@@ -171,7 +171,7 @@ def step(
         BLOCK_K=block_k,
         BLOCK_V=block_v,
         PDL=pdl,
-        num_warps=max(4, min(16, block_k * block_v // 4096)),
+        num_warps=max(4, min(16, block_k * block_v // 2048)),
         **options,
     )
     return out

@@ -10,7 +10,6 @@ Each layer's `step` is built from what stands here.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -48,33 +47,17 @@ class TorchProducts:
         return self.after_norm(x, norm, head).float()
 
 
-CLAIMS = 1024
-"""Products of a step whose blocks share the work as they get through it; more than any model has."""
-
-
 class StreamedProducts(TorchProducts):
     """The same for a few rows, with products of our own, and all that stands around them done on the way."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._claims = torch.zeros(CLAIMS, 1, dtype=torch.int32, device=device) if device.type == "cuda" else None
-        self._calls = 0
-
-    def _product(self, x: Tensor, weight: Tensor, paired: bool = False) -> Callable[..., Tensor] | None:
-        """Our own product for x [rows, columns] and a weight; None: torch's."""
-        if not cuda_product.takes(x, weight, paired):
-            return product_kernels.product if x.shape[0] == 1 else None
-        self._calls += 1
-        claims = None if self._claims is None or self._calls > CLAIMS else self._claims[self._calls - 1]
-        return functools.partial(cuda_product.product, claims=claims)
-
     def after_norm(self, x: Tensor, norm: RMSNorm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        product = self._product(x, weight)
+        product = _product(x, weight)
         if product is None:
             return super().after_norm(x, norm, weight, bias)
         return product(x, weight, x.new_empty(x.shape[0], weight.shape[0]), bias=bias, norm=(norm.weight, norm.eps))
 
     def swiglu(self, x: Tensor, norm: RMSNorm, gate_up: Tensor) -> Tensor:
-        product = self._product(x, gate_up, paired=True)
+        product = _product(x, gate_up, paired=True)
         if product is None:
             return super().swiglu(x, norm, gate_up)
         out = x.new_empty(x.shape[0], gate_up.shape[0] // 2)
@@ -83,18 +66,25 @@ class StreamedProducts(TorchProducts):
     def onto(
         self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, factor: Tensor | None = None
     ) -> None:
-        product = self._product(y, weight)
+        product = _product(y, weight)
         if product is None:
             super().onto(x, y, weight, bias, factor)
         else:
             product(y, weight, x, bias=bias, factor=factor, add=True)
 
     def logits(self, x: Tensor, norm: RMSNorm, head: Tensor) -> Tensor:
-        product = self._product(x, head)
+        product = _product(x, head)
         if product is None:
             return super().logits(x, norm, head)
         out = x.new_empty((x.shape[0], head.shape[0]), dtype=torch.float32)
         return product(x, head, out, norm=(norm.weight, norm.eps))
+
+
+def _product(x: Tensor, weight: Tensor, paired: bool = False) -> Callable[..., Tensor] | None:
+    """Our own product for x [rows, columns] and a weight; None: torch's."""
+    if cuda_product.takes(x, weight, paired):
+        return cuda_product.product
+    return product_kernels.product if x.shape[0] == 1 else None
 
 
 class FusedStep:
@@ -109,7 +99,7 @@ class FusedStep:
     ) -> None:
         if kind not in STEPS[1:]:
             raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {kind!r}")
-        self.products = StreamedProducts(tokens.device) if kind == "streamed" else TorchProducts()
+        self.products = StreamedProducts() if kind == "streamed" else TorchProducts()
         self.state = state
         self.x, self.positions, self.rotation = step_kernels.begin(
             tokens, embedding, frequencies, rope_scale, state.seq_lens

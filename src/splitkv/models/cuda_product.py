@@ -6,7 +6,6 @@ before the product in front has ended.
 
 from __future__ import annotations
 
-import itertools
 import struct
 from dataclasses import dataclass
 from functools import cache
@@ -28,11 +27,12 @@ TYPES = {torch.float16: 0, torch.bfloat16: 1}
 MOST_ROWS = 16
 WARPS, GROUP = 8, 8
 LEAST_STAGES = 3
-LONG = 8192
-PIECES, LONG_PIECES = (1024, 512), (2048, 1024, 512)
-"""Most columns of a row of weights that are brought at once, the best first, for rows of up to LONG columns and for
-longer ones. A piece is one order to the copy engine: on an H200 pieces of 512 columns are 20 % slower, and larger ones
-make too few stages."""
+LEFT_BYTES = 30 << 10
+"""Of a multiprocessor's shared memory, for the small kernels between two products, which so begin early. Two products
+side by side were slower: their blocks are then not spread evenly."""
+LONG, PIECE, LONG_PIECE = 8192, 1024, 2048
+"""Rows of weights longer than LONG columns come in pieces of LONG_PIECE columns at most, others of PIECE. A piece is
+one order to the copy engine: on an H200 pieces of 512 columns are 20 % slower, larger ones make too few stages."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,17 @@ class Layout:
 
 
 def layout(columns: int, rows: int, paired: bool, shared_memory_bytes: int) -> Layout | None:
-    """None where too many rows are too long for a multiprocessor's memory, of which one block may use that much.
-
-    Half of it where that is enough, so that the next product's block finds room beside.
-    """
+    """None where too many rows are too long for what a block may have of shared memory."""
     outputs = 2 if paired else 1
     rest = rows * (_multiple(2 * columns, 128) + 64 + 4 * WARPS + 2 * 4 * WARPS * outputs * GROUP)
-    half = (shared_memory_bytes + 1024) // 2 - 1024
-    for piece, most in itertools.product(LONG_PIECES if columns > LONG else PIECES, (half, shared_memory_bytes)):
+    for piece in (LONG_PIECE, PIECE) if columns > LONG else (PIECE,):
         pieces = -(-columns // piece)
         chunk = columns if pieces == 1 else _multiple(-(-columns // pieces), WARPS * 32)
         stage = GROUP * outputs * _multiple(2 * chunk, 128) + 2 * 8
-        stages = (most - rest) // stage
-        if stages >= LEAST_STAGES:
-            return Layout(chunk, stages, rest + stages * stage)
+        for most in (shared_memory_bytes - LEFT_BYTES, shared_memory_bytes):
+            stages = (most - rest) // stage
+            if stages >= LEAST_STAGES:
+                return Layout(chunk, stages, rest + stages * stage)
     return None
 
 

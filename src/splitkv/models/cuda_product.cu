@@ -259,7 +259,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) product_kernel(con
     extern __shared__ uint4 memory[];
     Shared& shared = *(Shared*)memory;
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    let_next_kernel_start();
     if (threadIdx.x == THREADS) {
         for (int i = 0; i < STAGES; i++) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(address(&shared.full[i])) : "memory");
@@ -276,6 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) product_kernel(con
     }
     Norm norm(p);
     wait_for_previous_kernel();
+    let_next_kernel_start();
     stage_x(p, norm, shared);
 
     Turn turn = {0, 0};
@@ -291,6 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) product_kernel(con
             const char* x = shared.x + g * X_PITCH + (chunk * CHUNK + first) * 2;
             const char* weights = shared.stages[turn.stage] + g * W_PITCH + first * 2;
             wait(&shared.full[turn.stage], turn.phase);
+            __syncwarp();  // lanes may have come apart since the last products, which are the whole warp's
 #pragma unroll
             for (int at = 0; at < CHUNK; at += WARPS * 32) {
                 bool inside = WHOLE || at + first < columns;

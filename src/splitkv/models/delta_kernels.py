@@ -55,8 +55,6 @@ def delta_kernel(
     The products with the new state come from those with the old one, S_new^T q = exp(g) S^T q + (k . q) wanted, so
     that one pass makes both and the state is updated when the output is on its way.
     """
-    if PDL:
-        gdc_launch_dependents()
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BLOCK_K)
@@ -86,6 +84,7 @@ def delta_kernel(
     state = tl.load(places, mask=is_state, other=0, cache_modifier=".cg")
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     # One trip to the L2 cache: no address here depends on what another load brings. They are volatile, or the assembler
     # moves those that are used last down, behind the arrival of the first.
     inputs = projected + row * stride
@@ -171,7 +170,7 @@ def step(
         BLOCK_K=block_k,
         BLOCK_V=block_v,
         PDL=pdl,
-        num_warps=max(4, min(16, block_k * block_v // 2048)),
+        num_warps=max(4, min(16, block_k * block_v // 4096)),
         **options,
     )
     return out

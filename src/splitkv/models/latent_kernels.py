@@ -96,8 +96,8 @@ def values_kernel(
     mask = (v < V)[:, None] & (r < RANK)[None, :]
     w_v = tl.load(kv_b + (head * (NOPE + V) + NOPE + v)[:, None] * RANK + r[None, :], mask=mask, other=0)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     for row in range(rows):
         at = tl.cast(row, tl.int64) * HEADS + head
         given = tl.load(attended + at * RANK + r, mask=r < RANK, other=0).to(tl.float32)

@@ -29,8 +29,8 @@ def router_kernel(
 ):  # fmt: skip
     """Grid: (tokens, blocks of experts). logits = weight x in f32. NORM: of x / rms(x) * norm."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -57,8 +57,8 @@ def choose_kernel(
 ):  # fmt: skip
     """Grid: (tokens,). The experts of a token and their weights, the shared ones last."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     rows: tl.constexpr = COUNT + GATED
     e = tl.arange(0, BLOCK)
@@ -105,8 +105,8 @@ def gate_up_kernel(
 ):  # fmt: skip
     """Grid: (tokens * EACH, blocks of columns). made = silu(gate x) * (up x) by one expert; NORM as above."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     pair = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids + pair).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -139,8 +139,8 @@ def down_kernel(
 ):  # fmt: skip
     """Grid: (tokens, blocks of columns). out = the sum over experts of weights * (down made); ADD: out += that sum."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)

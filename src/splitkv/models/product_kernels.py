@@ -77,8 +77,6 @@ def vector_kernel(
     rows2 = rows
     if PAIRED:
         rows2 += tl.cast(size, tl.int64) * columns
-    if PDL:  # the next kernel may begin to read its own weights
-        gdc_launch_dependents()
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     total2 = total
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -89,6 +87,7 @@ def vector_kernel(
             tile2 = load_tile(rows2, is_row, k, columns)
         if PDL:  # what came before was about the weights alone
             gdc_wait()
+            gdc_launch_dependents()
         for start in range(0, columns, BLOCK_K):
             at = start + k
             values, squares = load_input(x, factor, at, columns, squares, NORM, FACTOR)
@@ -102,6 +101,7 @@ def vector_kernel(
     else:
         if PDL:
             gdc_wait()
+            gdc_launch_dependents()
         for start in tl.range(0, columns, BLOCK_K, num_stages=STAGES):
             at = start + k
             tile = load_tile(rows, is_row, at, columns)

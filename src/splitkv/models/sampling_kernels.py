@@ -26,8 +26,8 @@ def largest(values, places):
 def blocks_kernel(logits, tops, places, stride, size, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid: (blocks, rows). The largest of each block of logits."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + row * stride + i, mask=i < size, other=float("-inf"))
@@ -40,8 +40,8 @@ def blocks_kernel(logits, tops, places, stride, size, blocks, BLOCK: tl.constexp
 def rows_kernel(tops, places, out, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid: (rows,). The largest of a row's blocks."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     values = tl.load(tops + row * blocks + i, mask=i < blocks, other=float("-inf"))

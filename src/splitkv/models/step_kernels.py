@@ -48,8 +48,8 @@ def begin_kernel(
 def norm_kernel(x, weight, out, x_stride, hidden, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid: (rows,). out = x / rms(x) * weight."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     values = tl.load(x + row * x_stride + i, mask=i < hidden, other=0).to(tl.float32)
@@ -62,8 +62,8 @@ def norm_kernel(x, weight, out, x_stride, hidden, eps, BLOCK: tl.constexpr, PDL:
 def swiglu_kernel(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid: (blocks of `size`, rows). out = silu(first half) * second half."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * size + i, mask=i < size, other=0).to(tl.float32)

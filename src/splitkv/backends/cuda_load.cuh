@@ -281,38 +281,51 @@ struct Vector {
     }
 };
 
+// What a warp brings of the queries in its i-th turn: 16 elements of eight columns. The columns are known to the compiler
+// where a turn of all warps keeps to them.
+struct QueryStep {
+    int nt, step;
+
+    __device__ __forceinline__ explicit QueryStep(int i) {
+        const int steps = D / 16;
+        int warp = threadIdx.x >> 5, at = i * WARPS + warp;
+        nt = steps % WARPS ? at / steps : i * WARPS / steps;
+        step = steps % WARPS ? at % steps : i * WARPS % steps + warp;
+    }
+};
+
 // The query vectors as the products' right operand: column g, the elements that lane t of every four multiplies. Fetched before
 // keys are asked for, or they would arrive behind them; a warp brings every fourth step, and `put` shares them.
 struct Queries {
     u32 words[QUERY_STEPS][2];
 
     __device__ __forceinline__ void fetch(const Params& p, const Item& item) {
-        int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+        int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
         for (int i = 0; i < QUERY_STEPS; i++) {
-            int at = i * WARPS + warp, nt = at / (D / 16), step = at % (D / 16);
-            Vector vector(p, nt * 8 + g);
+            QueryStep of(i);
+            Vector vector(p, of.nt * 8 + g);
             const u16* from = (const u16*)p.q + item.row * p.q_stride_b + vector.query * p.q_stride_i
-                              + vector.head * p.q_stride_h + step * 16;
+                              + vector.head * p.q_stride_h;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                int d = FP8 ? 4 * t + 2 * half : 2 * t + 8 * half;
-                words[i][half] = vector.valid && nt < NT ? from[d] | (u32)from[d + 1] << 16 : 0;
+                int d = of.step * 16 + (FP8 ? 4 * t + 2 * half : 2 * t + 8 * half);
+                words[i][half] = vector.valid && of.nt < NT ? from[d] | (u32)from[d + 1] << 16 : 0;
             }
         }
     }
 
     __device__ __forceinline__ void put(Shared& shared) const {
-        int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        int lane = threadIdx.x & 31;
 #pragma unroll
         for (int i = 0; i < QUERY_STEPS; i++) {
-            int at = i * WARPS + warp;
+            QueryStep of(i);
             u32 x = words[i][0], y = words[i][1];
             if (OUT_TYPE == BF16 && !COMPUTE_BF16) {
                 x = pack(bf16_to_float((u16)x), bf16_to_float((u16)(x >> 16)));
                 y = pack(bf16_to_float((u16)y), bf16_to_float((u16)(y >> 16)));
             }
-            if (at < NT * (D / 16)) shared.q[at / (D / 16)][at % (D / 16)][lane] = make_uint2(x, y);
+            if (of.nt < NT) shared.q[of.nt][of.step][lane] = make_uint2(x, y);
         }
         __syncthreads();
     }

@@ -25,12 +25,12 @@ struct Sum {
 struct Parts {
     const float* out;
     const float2* ml;
-    i64 step;
-    int count;
+    int step, count;
     bool inside;  // whether this lane's columns exist
 
     __device__ __forceinline__ Sum load(int i) const {
-        float2 part = ml[i * step], acc = inside ? *(const float2*)(out + i * step * DV) : make_float2(0.0f, 0.0f);
+        float2 part = ml[(i64)i * step], acc = make_float2(0.0f, 0.0f);
+        if (inside) acc = *(const float2*)(out + (i64)(i * DV) * step);
         return {acc.x, acc.y, part.x, part.y};
     }
 
@@ -118,6 +118,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_ke
     }
     bool exists = row < p.batch;
     Finish finish(p, exists ? head : 0);
+    u16* out = (u16*)p.out + row * p.out_stride_b + query * p.out_stride_i + head * p.out_stride_h + dv;
+    float* lse = p.lse + row * p.lse_stride_b + query * p.lse_stride_i + head * p.lse_stride_h;
     int units = 0, first = 0;
     if (exists) {
         Load load(p);
@@ -139,8 +141,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_ke
     Sum sum = TOGETHER ? join_together(parts) : join_alone(parts);
     if (TOGETHER && warp || dv >= DV) return;
     finish.end(p, sum.m, sum.l);
-    u16* out = (u16*)p.out + row * p.out_stride_b + query * p.out_stride_i + head * p.out_stride_h + dv;
     out[0] = to_16_bits(finish(sum.x));
     out[1] = to_16_bits(finish(sum.y));
-    if (p.lse && dv == 0) p.lse[row * p.lse_stride_b + query * p.lse_stride_i + head * p.lse_stride_h] = finish.lse;
+    if (p.lse && dv == 0) *lse = finish.lse;
 }

@@ -170,7 +170,7 @@ struct Load {
     __device__ __forceinline__ explicit Load(const Params& p) {
         u32 low = 0, high = 0;  // a sum in halves: exact, and each fits
         int longest = 0, shortest = INT_MAX;
-#pragma unroll 1
+#pragma unroll 2  // so that two reads are on their way
         for (int base = (p.batch - 1) & ~31; base >= 0; base -= 32) {  // ends at the first rows
             int at = base + (threadIdx.x & 31);
             row.read(p, min(at, p.batch - 1));

@@ -133,11 +133,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_ke
             first = __shfl_sync(~0u, rows.before.units, row & 31);
         }
     }
+    i64 at = (i64)first * of_row + head * p.q_len + query;
+    Parts parts = {p.partial_out + at * DV + dv, (const float2*)p.partial_ml + at, of_row, units, dv < DV};
     wait_for_previous_kernel();  // also with nothing to do: the next kernel must not overtake the split kernel
     if (units <= 1) return;
 
-    i64 at = (i64)first * of_row + head * p.q_len + query;
-    Parts parts = {p.partial_out + at * DV + dv, (const float2*)p.partial_ml + at, of_row, units, dv < DV};
     Sum sum = TOGETHER ? join_together(parts) : join_alone(parts);
     if (TOGETHER && warp || dv >= DV) return;
     finish.end(p, sum.m, sum.l);

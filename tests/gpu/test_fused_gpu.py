@@ -37,6 +37,12 @@ def loop(decoder: Decoder, step: str, rows: int, graph: bool) -> DecodeLoop:
     return made
 
 
+def kernels_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on every kernel begins when the one before it has ended."""
+    for module in (delta_kernels, place_kernels, product_kernels, step_kernels):
+        monkeypatch.setattr(module, "dependent_launch", lambda _: (False, {}))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", [1000, 9000])
 @pytest.mark.parametrize("paired", [False, True])
@@ -71,8 +77,7 @@ def test_kernels_that_begin_early_read_nothing_too_early(
 ) -> None:
     """Thirty steps of a graph whose kernels overlap equal thirty steps of kernels that wait for each other."""
     graph, waiting = loop(decoder, "streamed", rows, graph=True), loop(decoder, "streamed", rows, graph=False)
-    for module in (delta_kernels, place_kernels, product_kernels, step_kernels):
-        monkeypatch.setattr(module, "dependent_launch", lambda _: (False, {}))
+    kernels_wait(monkeypatch)
     for _ in range(30):
         graph.step()
         waiting.step()
@@ -80,3 +85,27 @@ def test_kernels_that_begin_early_read_nothing_too_early(
     for layer, memory in waiting.state.memory.items():
         assert torch.equal(graph.state.memory[layer], memory)
         assert torch.equal(graph.state.conv[layer], waiting.state.conv[layer])
+
+
+def test_no_kernel_of_a_step_begins_before_the_step_before_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model's steps with nothing between them: few and small kernels, which could run far ahead."""
+    small = {"vocab_size": 500, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    decoder = Decoder(DecoderConfig.from_config(SIZES | small, "test"), torch.bfloat16, "cuda")
+    decoder.randomise(3)
+    decoder.step = "streamed"
+    early, waiting = (DecodeState(decoder.config, 1, 128, "bf16", torch.bfloat16, "cuda") for _ in range(2))
+    tokens = torch.tensor([7], device="cuda")
+    decoder.decode(tokens, early)  # compiles
+    early.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(25):
+            decoder.decode(tokens, early)
+    kernels_wait(monkeypatch)
+    for _ in range(4):
+        graph.replay()
+    for _ in range(100):
+        decoder.decode(tokens, waiting)
+    assert torch.equal(early.seq_lens, waiting.seq_lens) and waiting.seq_lens.item() == 100
+    assert torch.equal(early.conv[0], waiting.conv[0])
+    assert torch.equal(early.memory[0], waiting.memory[0])

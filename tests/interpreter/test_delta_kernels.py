@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
@@ -11,9 +14,10 @@ from helpers import Guarded
 
 from splitkv.models.config import DecoderConfig
 from splitkv.models.delta_kernels import step
-from splitkv.models.delta_net import DeltaNetMixer
+from splitkv.models.delta_net import DeltaNetMixer, delta_step
 
 ROWS = 3
+TOKENS = 9
 
 
 def mixer(
@@ -63,3 +67,39 @@ def test_steps(sizes: tuple[int, int, int, int, int], dtype: torch.dtype) -> Non
         expected_memory.copy_(memory.tensor)
         positions += 1
     assert conv.intact() and memory.intact()
+
+
+def exact(layer: DeltaNetMixer, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(outputs [tokens, ..], last memory) of a row from its beginning, in float64: its convolution over the whole run,
+    with zeros before it, instead of over inputs held."""
+    layer = copy.deepcopy(layer).double()
+    qkv, z, b, a = projected.double().split(layer.sizes, -1)
+    seen = F.pad(qkv.T, (layer.delta.kernel - 1, 0))[None]
+    mixed = F.silu(F.conv1d(seen, layer.conv[:, None], groups=seen.shape[1]))[0].T
+    q, k, *others = layer._split(mixed, a, b)
+    q, k = (t.repeat_interleave(others[0].shape[1] // t.shape[1], 1) for t in (q, k))
+    memory = torch.zeros(1, *others[0].shape[1:2], layer.delta.key_dim, layer.delta.value_dim, dtype=torch.float64)
+    out = [delta_step(*(t[i : i + 1] for t in (q, k, *others)), memory) for i in range(len(projected))]
+    return layer._gated(torch.cat(out), z), memory[0]
+
+
+@pytest.mark.parametrize("kernel", [2, 3, 4])
+def test_rows_from_their_beginning(kernel: int) -> None:
+    """Row r is r tokens ahead, so that the rows of a launch are at every position from 0 on, and in every slot."""
+    layer = mixer(2, 4, 16, 32, kernel, torch.float32)
+    delta, rows, columns = layer.delta, TOKENS, sum(layer.sizes)
+    projected = torch.randn(rows, 2 * TOKENS, columns, generator=torch.Generator().manual_seed(5))
+    conv = torch.zeros(rows, kernel, delta.channels)
+    memory = torch.zeros(rows, delta.num_value_heads, delta.key_dim, delta.value_dim)
+    outs: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+    for first in (*range(1, rows), *[0] * TOKENS):  # the last rows alone, which so are ahead, then all
+        positions = torch.tensor([len(out) for out in outs[first:]], dtype=torch.int32)
+        given = torch.stack([projected[first + i, p] for i, p in enumerate(positions.tolist())])
+        out = step(given, positions, conv[first:], memory[first:], **layer.step_weights())
+        for kept, one in zip(outs[first:], out, strict=True):
+            kept.append(one)
+    assert [len(out) for out in outs] == [TOKENS + i for i in range(rows)]
+    for row, out in enumerate(outs):
+        expected, last = exact(layer, projected[row, : len(out)])
+        assert (torch.stack(out) - expected).abs().max() < 1e-5 * expected.abs().max()
+        assert (memory[row] - last).abs().max() < 1e-5 * last.abs().max()

@@ -89,11 +89,11 @@ def test_cuda_kernels_fit(device_name: str, geometry: str, dtype: str, layout: s
     )
     launch = launch_of(problem, device)
     assert launch._shared_bytes <= device.shared_memory_bytes
-    split = cuda_build.compile_cubin("split", launch._split, device.capability)
+    split = cuda_build.compile_cubin(cuda_launch.SPLIT, launch._split, device.capability)
     registers, spilled = usage(split, tmp_path)
     assert registers <= 255
     assert spilled <= (0 if device_name != "gb10" else 32)  # a few words of a unit's bounds, on sm_121
-    assert usage(cuda_build.compile_cubin("merge", launch._merge, device.capability), tmp_path)[1] == 0
+    assert usage(cuda_build.compile_cubin(cuda_launch.MERGE, launch._merge, device.capability), tmp_path)[1] == 0
 
 
 @pytest.mark.parametrize("mask", [torch.bool, torch.float32, torch.bfloat16])
@@ -101,12 +101,12 @@ def test_options_compile_without_spills(mask: torch.dtype, tmp_path: Path) -> No
     device = DeviceSpec.named("h200")
     problem = DecodeProblem(4, 8, 4, 256, q_len=4, q_dtype="bf16", kv_dtype="bf16", page_size=16)
     launch = launch_of(problem, device, mask)
-    assert usage(cuda_build.compile_cubin("split", launch._split, device.capability), tmp_path)[1] == 0
+    assert usage(cuda_build.compile_cubin(cuda_launch.SPLIT, launch._split, device.capability), tmp_path)[1] == 0
 
 
 def test_a_kernel_that_does_not_compile_says_why() -> None:
     with pytest.raises(RuntimeError, match=r"cuda_merge\.cu does not compile for sm_90: .*error"):
-        cuda_build.compile_cubin("merge", (("DV", -1), ("OUT_TYPE", 99), ("MAX_RUN", "nonsense (")), (9, 0))  # type: ignore[arg-type]
+        cuda_build.compile_cubin(cuda_launch.MERGE, (("DV", -1), ("OUT_TYPE", 99), ("MAX_RUN", "nonsense (")), (9, 0))  # type: ignore[arg-type]
 
 
 def test_arguments_have_the_size_that_the_kernels_expect() -> None:

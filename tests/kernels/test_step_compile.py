@@ -3,6 +3,7 @@ experts and latents those of others."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -79,6 +80,11 @@ def test_products(case: str, device: str, compiled: Callable[..., Usage]) -> Non
     assert "evict_first.v4" in usage.ptx.replace(".L2::cache_hint", "") or "cp.async.cg.shared.global" in usage.ptx
 
 
+def loads_after_wait(usage: Usage) -> list[str]:
+    """Loads from global memory that stand after the wait for the kernel before; none where there is no wait."""
+    return re.findall(r"\bld\.[\w.:]*global", usage.ptx.partition("griddepcontrol.wait")[2])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_delta_net(device: str, compiled: Callable[..., Usage]) -> None:
     sizes = DeltaNet(16, 32, 128, 128, 4)
@@ -97,6 +103,9 @@ def test_delta_net(device: str, compiled: Callable[..., Usage]) -> None:
         lambda: delta_kernels.step(*arguments, **weights, unit_eps=NORM_EPS, norm_eps=1e-6),
     )
     assert usage.spilled_bytes == 0
+    # q and k, v and z, two gates and the position: no thread loads what another has, as it would if the layouts of the
+    # state and of its keys and values were those of the loads too.
+    assert loads_after_wait(usage) == ([] if device == "a100" else ["ld.volatile.global"] * 5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -113,6 +122,9 @@ def test_norms_rotation_and_append(kv_dtype: torch.dtype, device: str, compiled:
         lambda: place_kernels.place(tensor(2, 10240), norms, rotation, positions, cache, 16, gated=True),
     )
     assert usage.spilled_bytes == 0
+    # Nothing is stored before all is loaded: a store would have to wait for what it stores.
+    assert max(usage.ptx.rfind("ld.global"), usage.ptx.rfind("ld.volatile.global")) < usage.ptx.index("st.global")
+    assert loads_after_wait(usage) == ([] if device == "a100" else ["ld.volatile.global"] * 9)
 
 
 LAUNCHES = {
@@ -134,6 +146,10 @@ def test_between_products(name: str, device: str, compiled: Callable[..., Usage]
     usage = compiled(device, step_kernels, name, LAUNCHES[name])
     # Cosines of large angles take a table on the stack, and no registers are spilled to it.
     assert usage.spilled_bytes <= (40 if name == "begin_kernel" else 0)
+    # No kernel of a step begins before the step before has ended; the others wait as late as they can.
+    if "griddepcontrol" in usage.ptx:
+        waits_first = usage.ptx.index("griddepcontrol.wait") < usage.ptx.index("griddepcontrol.launch_dependents")
+        assert waits_first is (name == "begin_kernel")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,17 +8,21 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..whole_file import whole_file
 from .cache_files import cache_directory
 from .cuda_driver import checked, take_context
 
-SOURCES = {
-    "split": ("cuda_common.cuh", "cuda_shape.cuh", "cuda_load.cuh", "cuda_tile.cuh", "cuda_split.cu"),
-    "merge": ("cuda_common.cuh", "cuda_merge.cu"),
-}
-"""Files of each kernel, which are compiled as one."""
+
+class Source(NamedTuple):
+    """A kernel, <name>_kernel, and its files in this package, which are compiled as one."""
+
+    name: str
+    files: tuple[str, ...]
+
+
+PACKAGE = Path(__file__).parents[1]
 OPTIONS = ("--std=c++17", "-fmad=false", "-default-device")
 
 Defines = tuple[tuple[str, int], ...]
@@ -26,29 +30,28 @@ Kernel = Any
 """The driver's handle of a loaded kernel."""
 
 
-def compile_cubin(name: str, defines: Defines, capability: tuple[int, int]) -> bytes:
-    """The machine code of cuda_<name>.cu for a compute capability, from the cache or compiled now; needs no GPU.
+def compile_cubin(source: Source, defines: Defines, capability: tuple[int, int]) -> bytes:
+    """The machine code of a kernel for a compute capability, from the cache or compiled now; needs no GPU.
 
     Raises RuntimeError with the compiler's message.
     """
     from cuda.bindings import nvrtc
 
-    source = "\n".join(Path(__file__).with_name(file).read_text() for file in SOURCES[name])
+    text = "\n".join((PACKAGE / file).read_text() for file in source.files)
+    file = source.files[-1]
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *OPTIONS, *(f"-D{k}={v}" for k, v in defines)]
     version = checked(nvrtc.nvrtcVersion())
-    digest = hashlib.sha256(repr((source, options, version)).encode()).hexdigest()[:24]
-    path = cache_directory() / f"cuda-{name}-{digest}.cubin"
+    digest = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()[:24]
+    path = cache_directory() / f"cuda-{source.name}-{digest}.cubin"
     if path.exists():
         return path.read_bytes()
-    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), f"cuda_{name}.cu".encode(), 0, [], []))[0]
+    program = checked(nvrtc.nvrtcCreateProgram(text.encode(), file.encode(), 0, [], []))[0]
     try:
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])[0]
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))[0]
             checked(nvrtc.nvrtcGetProgramLog(program, log))
-            raise RuntimeError(
-                f"cuda_{name}.cu does not compile for sm_{capability[0]}{capability[1]}: {log.decode().strip()}"
-            )
+            raise RuntimeError(f"{file} does not compile for sm_{capability[0]}{capability[1]}: {log.decode().strip()}")
         cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))[0]
         checked(nvrtc.nvrtcGetCUBIN(program, cubin))
     finally:
@@ -59,13 +62,15 @@ def compile_cubin(name: str, defines: Defines, capability: tuple[int, int]) -> b
 
 
 @cache
-def load_kernel(name: str, defines: Defines, capability: tuple[int, int], device: int, shared_bytes: int) -> Kernel:
+def load_kernel(
+    source: Source, defines: Defines, capability: tuple[int, int], device: int, shared_bytes: int
+) -> Kernel:
     """The kernel on a device, which must be the current one, with room for this much dynamic shared memory."""
     from cuda.bindings import driver
 
     take_context(device)
-    module = checked(driver.cuModuleLoadData(compile_cubin(name, defines, capability)))[0]
-    function = checked(driver.cuModuleGetFunction(module, f"{name}_kernel".encode()))[0]
+    module = checked(driver.cuModuleLoadData(compile_cubin(source, defines, capability)))[0]
+    function = checked(driver.cuModuleGetFunction(module, f"{source.name}_kernel".encode()))[0]
     attributes = driver.CUfunction_attribute
     if shared_bytes:
         checked(

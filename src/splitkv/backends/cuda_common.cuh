@@ -3,23 +3,11 @@
 // Compiled with -fmad=false: only the fmaf that are written fuse, so every variant rounds alike. Logits are in the log2
 // domain. A part is (acc, m, l): the unnormalised output, the running maximum and the sum, all f32.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
 #if WIDE_LENS
 typedef i64 Len;
 #else
 typedef int Len;
 #endif
-
-#define F16 0
-#define BF16 1
-#define E4M3 2
-#define E5M2 3
-#define F32 4
-#define BOOL 5
-#define NONE 6
 
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
@@ -82,18 +70,6 @@ __device__ __forceinline__ int divide_few(int a, int b) {
 }
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return divide(a + b - 1, b); }
-
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 // The whole part of a / b, for a sum of keys.
 __device__ __forceinline__ float quotient(float a, int b) {

@@ -34,19 +34,30 @@ class Launches:
         self._length = ctypes.c_int32.from_buffer(self._params, length_at)
         self._to_params = ctypes.c_void_p(ctypes.addressof(self._params))
         self._address = ctypes.addressof(self._to_params)
-        self._launch = launch_function()
 
     def __call__(self, addresses: Sequence[int], uniform_len: int) -> None:
         """Raises RuntimeError with the driver's status."""
         self._pointers[:] = addresses
         self._length.value = uniform_len
         for config, function in self._kernels:
-            status = self._launch(config, function, self._address, None)
-            if status == INVALID_CONTEXT:
-                take_context(self._device)
-                status = self._launch(config, function, self._address, None)
-            if status:
-                raise RuntimeError(f"CUDA: {status_name(status)}")
+            _launch(self._device, config, function, self._address)
+
+
+def launch_once(device: int, config: Any, function: Any, params: bytes) -> None:
+    """A kernel that takes one struct. Raises RuntimeError with the driver's status."""
+    copy = ctypes.create_string_buffer(params, len(params))
+    to_params = ctypes.c_void_p(ctypes.addressof(copy))
+    _launch(device, int(config.getPtr()), int(function), ctypes.addressof(to_params))
+
+
+def _launch(device: int, config: int, function: int, arguments: int) -> None:
+    launch = launch_function()
+    status = launch(config, function, arguments, None)
+    if status == INVALID_CONTEXT:
+        take_context(device)
+        status = launch(config, function, arguments, None)
+    if status:
+        raise RuntimeError(f"CUDA: {status_name(status)}")
 
 
 def launch_config(grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, dependent: bool) -> Any:

@@ -12,10 +12,17 @@ from torch import Tensor
 from ..plan import DecodePlan
 from ..tiles import cuda_shared
 from . import TENSORS
-from .cuda_build import Defines, load_kernel
+from .cuda_build import Defines, Source, load_kernel
 from .cuda_driver import Launches, launch_config
 from .launching import addresses_of, steps
 
+SPLIT, MERGE = (
+    Source(name, tuple(f"backends/cuda_{file}" for file in files))
+    for name, files in (
+        ("split", ("basics.cuh", "common.cuh", "shape.cuh", "load.cuh", "tile.cuh", "split.cu")),
+        ("merge", ("basics.cuh", "common.cuh", "merge.cu")),
+    )
+)
 PARAMS = struct.Struct("=14q22q17i3f")
 """cuda_common.cuh's Params, field by field."""
 LENGTH_AT = struct.calcsize("=14q22q")
@@ -138,11 +145,11 @@ class CudaLaunch:
     def _launches(self, stream: int) -> Launches:
         """Both kernels on a stream, loaded, with arguments of their own."""
         plan, capability = self._plan, self._plan.device.capability
-        split = load_kernel("split", self._split, capability, self._device, self._shared_bytes)
+        split = load_kernel(SPLIT, self._split, capability, self._device, self._shared_bytes)
         threads = 32 * plan.tile.num_warps
         kernels = [(launch_config(plan.grid, threads, self._shared_bytes, stream, self._dependent), split)]
         if plan.splits:
-            merge = load_kernel("merge", self._merge, capability, self._device, 0)
+            merge = load_kernel(MERGE, self._merge, capability, self._device, 0)
             threads = 32 * (MERGE_WARPS_TOGETHER if plan.merges_together else MERGE_WARPS)
             kernels.append((launch_config(self._merge_grid, threads, 0, stream, self._dependent), merge))
         return Launches(self._device, kernels, self._params, len(TENSORS) + 1, LENGTH_AT)

@@ -17,19 +17,30 @@ from .launching import dependent_launch
 
 
 @triton.jit
-def convolved(x, held, weight, c, inside, position, channels, writes, KERNEL: tl.constexpr):
-    """silu of the causal convolution of channels c at the newest token, whose input x joins the inputs held.
+def taps(held, weight, c, inside, channels, KERNEL: tl.constexpr):
+    """(weights, inputs held) of the convolution of channels c: a tuple each, by tap and by slot. Beside them, where
+    nothing is held, the convolution changes nothing."""
+    weights = ()
+    slots = ()
+    for i in tl.static_range(KERNEL):
+        tap = tl.load(weight + c * KERNEL + i, mask=inside, other=1 if i == KERNEL - 1 else 0)
+        slot = tl.load(held + i * channels + c, mask=inside, other=0, cache_modifier=".cg")
+        weights += (tap,)  # type: ignore[assignment]
+        slots += (slot,)  # type: ignore[assignment]
+    return weights, slots
 
-    Inputs are held by position modulo KERNEL: the newest takes the place of one that nobody reads any more, so blocks
-    that share channels need not wait for each other.
-    """
-    new = tl.load(x + c, mask=inside, other=0)
-    total = new.to(tl.float32) * tl.load(weight + c * KERNEL + KERNEL - 1, mask=inside, other=0).to(tl.float32)
+
+@triton.jit
+def convolved(new, weights, slots, position, KERNEL: tl.constexpr):
+    """silu of the causal convolution at the newest token, whose input is `new`. The input of position p is in slot p %
+    KERNEL, which is known late: each is chosen among all."""
+    total = new.to(tl.float32) * weights[KERNEL - 1].to(tl.float32)
     for back in tl.static_range(1, KERNEL):
         slot = (position + KERNEL - back) % KERNEL
-        old = tl.load(held + slot * channels + c, mask=inside, other=0).to(tl.float32)
-        total += old * tl.load(weight + c * KERNEL + KERNEL - 1 - back, mask=inside, other=0).to(tl.float32)
-    tl.store(held + position % KERNEL * channels + c, new, mask=inside & writes)
+        old = slots[0]
+        for i in tl.static_range(1, KERNEL):
+            old = tl.where(slot == i, slots[i], old)
+        total += old.to(tl.float32) * weights[KERNEL - 1 - back].to(tl.float32)
     return total * tl.sigmoid(total)
 
 
@@ -39,7 +50,11 @@ def delta_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KERNEL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (value heads, rows). S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; out = norm(S^T q) silu(z)."""
+    """Grid: (value heads, rows). S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; out = norm(S^T q) silu(z).
+
+    The products with the new state come from those with the old one, S_new^T q = exp(g) S^T q + (k . q) wanted, so
+    that one pass makes both and the state is updated when the output is on its way.
+    """
     if PDL:
         gdc_launch_dependents()
     head = tl.program_id(0)
@@ -47,41 +62,65 @@ def delta_kernel(
     i = tl.arange(0, BLOCK_K)
     j = tl.arange(0, BLOCK_V)
     is_key, is_value = i < KEY_DIM, j < VALUE_DIM
-    places = memory + (row * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
-    is_state = is_key[:, None] & is_value[None, :]
-    state = tl.load(places, mask=is_state, other=0)
-    if PDL:  # the state was written by the step before
-        gdc_wait()
-
     group: tl.constexpr = VALUE_HEADS // KEY_HEADS
     values: tl.constexpr = VALUE_HEADS * VALUE_DIM
-    inputs = projected + row * stride
-    position = tl.load(positions + row)
+    # q and k side by side, and v and z: pairs are enough elements that the compiler keeps one to a thread, and spreads
+    # the results over the state's layout, instead of what is loaded for them.
+    part = tl.arange(0, 2)[None, :]
+    of_qk = part * KEY_HEADS * KEY_DIM + (head // group * KEY_DIM + i)[:, None]
+    of_v = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j[:, None]
+    of_vz = tl.where(part == 0, of_v, channels + head * VALUE_DIM + j[:, None])
+    is_qk = is_key[:, None] & (part < 2)
+    is_vz = is_value[:, None] & (part < 2)
+    is_v = is_vz & (part == 0)
     held += row * KERNEL * channels
-    keys = head // group * KEY_DIM + i
-    first = head % group == 0
-    q = convolved(inputs, held, weight, keys, is_key, position, channels, first, KERNEL)
-    k = convolved(inputs, held, weight, KEY_HEADS * KEY_DIM + keys, is_key, position, channels, first, KERNEL)
-    v = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
-    v = convolved(inputs, held, weight, v, is_value, position, channels, True, KERNEL)
-    q *= scale / tl.sqrt(tl.sum(q * q) + unit_eps)
-    k *= 1.0 / tl.sqrt(tl.sum(k * k) + unit_eps)
+    places = memory + (row * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
+    is_state = is_key[:, None] & is_value[None, :]
 
+    # Before the wait: weights, and what no kernel of this step writes but this one. The step before has ended, for
+    # begin_kernel waits for that before it lets any kernel of this step begin. Past the L1 cache, which may be older.
+    weights_qk, slots_qk = taps(held, weight, of_qk, is_qk, channels, KERNEL)
+    weights_vz, slots_vz = taps(held, weight, of_vz, is_v, channels, KERNEL)
+    bias, log_rate = tl.load(dt_bias + head), tl.load(rate + head)
+    norms = tl.load(norm + j, mask=is_value, other=0)
+    state = tl.load(places, mask=is_state, other=0, cache_modifier=".cg")
+    if PDL:
+        gdc_wait()
+    # One trip to the L2 cache: no address here depends on what another load brings. They are volatile, or the assembler
+    # moves those that are used last down, behind the arrival of the first.
+    inputs = projected + row * stride
     gates = inputs + channels + values + head
-    step = tl.load(gates + VALUE_HEADS).to(tl.float32) + tl.load(dt_bias + head)
+    beta = tl.load(gates, volatile=True).to(tl.float32)
+    step = tl.load(gates + VALUE_HEADS, volatile=True)
+    position = tl.load(positions + row, volatile=True)
+    new_qk = tl.load(inputs + of_qk, mask=is_qk, other=0, volatile=True)
+    new_vz = tl.load(inputs + of_vz, mask=is_vz, other=0, volatile=True)
+    beta = tl.sigmoid(beta)
+    step = step.to(tl.float32) + bias
     step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
-    state *= tl.exp(tl.load(rate + head) * step)
-    beta = tl.sigmoid(tl.load(gates).to(tl.float32))
-    wanted = beta * (v - tl.sum(state * k[:, None], 0))
-    state += k[:, None] * wanted[None, :]
-    tl.store(places, state, mask=is_state)
+    decay = tl.exp(log_rate * step)
 
-    attended = tl.sum(state * q[:, None], 0)
+    mixed = convolved(new_qk, weights_qk, slots_qk, position, KERNEL)
+    q, k = tl.split(mixed)
+    v, z = tl.split(convolved(new_vz, weights_vz, slots_vz, position, KERNEL))
+    from_q, from_k = tl.split(tl.sum(tl.join(state * q[:, None], state * k[:, None]), 0))
+    qq, kk = tl.split(tl.sum(mixed * mixed, 0))
+    qk = tl.sum(q * k)
+    q_scale = scale / tl.sqrt(qq + unit_eps)
+    k_scale = 1.0 / tl.sqrt(kk + unit_eps)
+    wanted = beta * (v - decay * k_scale * from_k)
+    attended = q_scale * (decay * from_q + k_scale * qk * wanted)
     attended *= 1.0 / tl.sqrt(tl.sum(attended * attended) / VALUE_DIM + norm_eps)
-    attended *= tl.load(norm + j, mask=is_value, other=0).to(tl.float32)
-    z = tl.load(inputs + channels + head * VALUE_DIM + j, mask=is_value, other=0).to(tl.float32)
-    attended *= z * tl.sigmoid(z)
+    attended *= norms.to(tl.float32) * z
     tl.store(out + row * values + head * VALUE_DIM + j, attended.to(out.dtype.element_ty), mask=is_value)
+
+    tl.store(places, decay * state + (k_scale * k)[:, None] * wanted[None, :], mask=is_state)
+    # The newest input takes the place of one that nobody reads any more: blocks that share channels need not wait for
+    # each other.
+    held += position % KERNEL * channels
+    first = head % group == 0
+    tl.store(held + of_qk, new_qk, mask=is_qk & first)
+    tl.store(held + of_vz, new_vz, mask=is_v)
 
 
 def step(

@@ -15,22 +15,22 @@ from .launching import dependent_launch
 
 
 @triton.jit
-def turned(heads, is_head, d, weight, cos, sin, pairs, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Rows of heads [heads, D], normalised and rotated, in f32. A column's partner is loaded once more, from L1."""
-    mask = is_head[:, None] & (d < D)[None, :]
-    x = tl.load(heads[:, None] + d[None, :], mask=mask, other=0).to(tl.float32)
-    rotated = d < 2 * pairs
-    other = tl.where(d < pairs, d + pairs, d - pairs)
-    partner = tl.load(heads[:, None] + other[None, :], mask=mask & rotated[None, :], other=0).to(tl.float32)
+def with_partners(x, mask, d, pairs):
+    """(x at columns d, x at the columns that those are rotated with). Volatile, as in delta_kernel."""
+    partner = tl.where(d < pairs, d + pairs, d - pairs)
+    own = tl.load(x + d, mask=mask, other=0, volatile=True)
+    return own, tl.load(x + partner, mask=mask & (d < 2 * pairs), other=0, volatile=True)
+
+
+@triton.jit
+def turned(x, weights, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Rows of heads [heads, D], normalised and rotated, in f32. x, weights: with their partners."""
+    own, partner = x[0].to(tl.float32), x[1].to(tl.float32)
     if NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x *= scale * tl.load(weight + d, mask=d < D, other=0).to(tl.float32)[None, :]
-        partner *= scale * tl.load(weight + other, mask=rotated, other=0).to(tl.float32)[None, :]
-    pair = tl.where(d < pairs, d, d - pairs)
-    c = tl.load(cos + pair, mask=rotated, other=1.0)
-    s = tl.load(sin + pair, mask=rotated, other=0.0)
-    s = tl.where(d < pairs, -s, s)
-    return x * c[None, :] + partner * s[None, :]
+        scale = 1.0 / tl.sqrt(tl.sum(own * own, 1) / D + eps)[:, None]
+        own *= scale * weights[0].to(tl.float32)
+        partner *= scale * weights[1].to(tl.float32)
+    return own * cos + partner * sin
 
 
 @triton.jit
@@ -42,46 +42,56 @@ def place_kernel(
     LARGEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (KV heads, rows). The block of a KV head has its query heads too."""
-    if PDL:  # attention is not told to begin early: it may read lengths at once
-        gdc_wait()
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     heads_q: tl.constexpr = NUM_KV_HEADS * GROUP
     wide: tl.constexpr = 2 * D if GATED else D
-    d = tl.arange(0, BLOCK_D)
-    i = tl.arange(0, BLOCK_GROUP)
-    position = tl.load(positions + row)
-    cos += row * pairs
-    sin += row * pairs
-
+    d = tl.arange(0, BLOCK_D)[None, :]
+    i = tl.arange(0, BLOCK_GROUP)[:, None]
+    alone = tl.arange(0, 1)[:, None]
+    is_column = d < D
+    is_rotated = d < 2 * pairs
+    pair = row * pairs + tl.where(d < pairs, d, d - pairs)
     mine = head * GROUP + i
-    is_head = i < GROUP
-    mask = is_head[:, None] & (d < D)[None, :]
+    mask = (i < GROUP) & is_column
     from_q = projected + row * stride + mine * wide
-    to_q = (row * heads_q + mine)[:, None] * D + d[None, :]
-    values = turned(from_q, is_head, d, q_weight, cos, sin, pairs, eps, D, NORM)
-    tl.store(q + to_q, values.to(q.dtype.element_ty), mask=mask)
-    if GATED:
-        values = tl.load(from_q[:, None] + D + d[None, :], mask=mask, other=0).to(tl.float32)
-        tl.store(gate + to_q, tl.sigmoid(values).to(gate.dtype.element_ty), mask=mask)
+    from_k = projected + row * stride + heads_q * wide + (head + alone) * D
+    to_q = (row * heads_q + mine) * D + d
 
+    # Before the wait: weights, and what no kernel of this step writes but this one (delta_kernel says more).
+    if NORM:
+        q_weights = with_partners(q_weight + alone, is_column, d, pairs)
+        k_weights = with_partners(k_weight + alone, is_column, d, pairs)
+    else:
+        q_weights = (1.0, 1.0)
+        k_weights = (1.0, 1.0)
+    lost = tl.load(dropped + row, cache_modifier=".cg")
+    if PDL:  # attention is not told to begin early: it may read lengths at once
+        gdc_wait()
+    # One trip to the L2 cache: no address here depends on what another load brings, and no store is between them.
+    position = tl.load(positions + row, volatile=True)
+    c = tl.load(cos + pair, mask=is_rotated, other=1.0, volatile=True)
+    s = tl.load(sin + pair, mask=is_rotated, other=0.0, volatile=True)
+    s = tl.where(d < pairs, -s, s)
+    heads = with_partners(from_q, mask, d, pairs)
+    key = with_partners(from_k, is_column, d, pairs)
+    value = tl.load(from_k + NUM_KV_HEADS * D + d, mask=is_column, other=0, volatile=True)
+    if GATED:
+        gates = tl.load(from_q + D + d, mask=mask, other=0, volatile=True).to(tl.float32)
+        tl.store(gate + to_q, tl.sigmoid(gates).to(gate.dtype.element_ty), mask=mask)
+
+    heads = turned(heads, q_weights, c, s, eps, D, NORM)
+    tl.store(q + to_q, heads.to(q.dtype.element_ty), mask=mask)
+    key = turned(key, k_weights, c, s, eps, D, NORM).to(projected.dtype.element_ty)
+    key = to_storage(key, 1.0, False, MANTISSA, BIAS, LARGEST, k_cache.dtype.element_ty)
+    value = to_storage(value, 1.0, False, MANTISSA, BIAS, LARGEST, v_cache.dtype.element_ty)
     has_place = position < capacity
-    alone = tl.arange(0, 1)
-    mask = has_place & (d < D)[None, :] & (alone == 0)[:, None]
-    from_k = projected + row * stride + heads_q * wide + head * D
-    values = turned(from_k + alone, alone == 0, d, k_weight, cos, sin, pairs, eps, D, NORM)
-    values = to_storage(values.to(projected.dtype.element_ty), 1.0, False, MANTISSA, BIAS, LARGEST,
-                        k_cache.dtype.element_ty)  # fmt: skip
-    to_k = k_cache + row * k_stride_b + position.to(tl.int64) * k_stride_t + head * k_stride_h
-    tl.store(to_k + d[None, :] + alone[:, None], values, mask=mask)
-    from_v = from_k + NUM_KV_HEADS * D
-    values = tl.load(from_v + d[None, :] + alone[:, None], mask=mask, other=0)
-    values = to_storage(values, 1.0, False, MANTISSA, BIAS, LARGEST, v_cache.dtype.element_ty)
-    to_v = v_cache + row * v_stride_b + position.to(tl.int64) * v_stride_t + head * v_stride_h
-    tl.store(to_v + d[None, :] + alone[:, None], values, mask=mask)
+    at = position.to(tl.int64)
+    tl.store(k_cache + row * k_stride_b + at * k_stride_t + head * k_stride_h + d, key, mask=is_column & has_place)
+    tl.store(v_cache + row * v_stride_b + at * v_stride_t + head * v_stride_h + d, value, mask=is_column & has_place)
     if head == 0:  # nobody reads these in this launch
         tl.store(seq_lens + row, tl.minimum(position + 1, capacity))
-        tl.store(dropped + row, tl.load(dropped + row) + 1, mask=position >= capacity)
+        tl.store(dropped + row, lost + 1, mask=position >= capacity)
 
 
 def place(

@@ -19,24 +19,29 @@ def begin_kernel(
     BLOCK: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of `hidden`, rows). Rows of the embedding, and by the first block the position and its rotation."""
+    pair = tl.arange(0, BLOCK_PAIRS)
+    frequency = tl.load(frequencies + pair, mask=pair < pairs, other=0)
     if PDL:
-        gdc_launch_dependents()
+        # In this order here alone: all kernels let the next begin before they wait themselves, and so one might begin
+        # in a row of many that have not ended. None does while a kernel of the step before runs: what only that one
+        # has written may be read without waiting.
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_first = tl.program_id(0) == 0
     token = tl.load(tokens + row)
+    position = tl.load(seq_lens + row, mask=is_first, other=0)
     known = (token >= 0) & (token < vocab_size)
-    tl.store(x + row * hidden + i, tl.load(embedding + token * hidden + i, mask=known & (i < hidden), other=0),
-             mask=i < hidden)  # fmt: skip
-    if tl.program_id(0) == 0:
-        position = tl.load(seq_lens + row)
+    values = tl.load(embedding + token * hidden + i, mask=known & (i < hidden), other=0)
+    if is_first:
         tl.debug_barrier()  # every warp has read the length before one warp moves it on
         tl.store(seq_lens + row, position + 1)
         tl.store(positions + row, position)
-        pair = tl.arange(0, BLOCK_PAIRS)
-        angle = position.to(tl.float32) * tl.load(frequencies + pair, mask=pair < pairs, other=0)
+        angle = position.to(tl.float32) * frequency
         tl.store(cos + row * pairs + pair, tl.cos(angle) * rope_scale, mask=pair < pairs)
         tl.store(sin + row * pairs + pair, tl.sin(angle) * rope_scale, mask=pair < pairs)
+    tl.store(x + row * hidden + i, values, mask=i < hidden)
 
 
 @triton.jit

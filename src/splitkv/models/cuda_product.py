@@ -1,0 +1,144 @@
+"""Products of a few rows with a weight matrix by cuda_product.cu: from Hopper on, where NVRTC is.
+
+Against product_kernels.py it takes up to 16 rows, and its blocks stay: the weights of the next product are on their way
+before the product in front has ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..backends.cuda_build import Defines, Source, load_kernel
+from ..backends.cuda_driver import launch_config, launch_once
+from ..problem import DeviceSpec
+from .launching import PDL_CAPABILITY, dependent_launch
+
+_device = cache(DeviceSpec.current)
+
+SOURCE = Source("product", ("backends/cuda_basics.cuh", "models/cuda_product.cu"))
+PARAMS = struct.Struct("=6qif")
+"""cuda_product.cu's Params, field by field."""
+TYPES = {torch.float16: 0, torch.bfloat16: 1}
+MOST_ROWS = 16
+WARPS, GROUP = 8, 8
+LEAST_STAGES = 3
+LONG = 8192
+PIECES, LONG_PIECES = (1024, 512), (2048, 1024, 512)
+"""Most columns of a row of weights that are brought at once, the best first, for rows of up to LONG columns and for
+longer ones. A piece is one order to the copy engine: on an H200 pieces of 512 columns are 20 % slower, and larger ones
+make too few stages."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a block uses its shared memory. chunk: columns per stage."""
+
+    chunk: int
+    stages: int
+    shared_bytes: int
+
+
+def layout(columns: int, rows: int, paired: bool, shared_memory_bytes: int) -> Layout | None:
+    """None where too many rows are too long for a multiprocessor's memory, of which one block may use that much.
+
+    Half of it where that is enough, so that the next product's block finds room beside.
+    """
+    outputs = 2 if paired else 1
+    rest = rows * (_multiple(2 * columns, 128) + 64 + 4 * WARPS + 2 * 4 * WARPS * outputs * GROUP)
+    half = (shared_memory_bytes + 1024) // 2 - 1024
+    for piece, most in itertools.product(LONG_PIECES if columns > LONG else PIECES, (half, shared_memory_bytes)):
+        pieces = -(-columns // piece)
+        chunk = columns if pieces == 1 else _multiple(-(-columns // pieces), WARPS * 32)
+        stage = GROUP * outputs * _multiple(2 * chunk, 128) + 2 * 8
+        stages = (most - rest) // stage
+        if stages >= LEAST_STAGES:
+            return Layout(chunk, stages, rest + stages * stage)
+    return None
+
+
+def takes(x: Tensor, weight: Tensor, paired: bool = False) -> bool:
+    """Whether `product` takes x [rows, columns] and a weight; other devices and dtypes, and more rows, are others'."""
+    if x.dtype not in TYPES or not x.is_cuda or x.shape[0] > MOST_ROWS:
+        return False
+    device = _device(x.device.index)
+    aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 == x.shape[1] % 8
+    if device.capability < PDL_CAPABILITY or not device.compiles_cuda or not aligned:
+        return False
+    return layout(x.shape[1], x.shape[0], paired, device.shared_memory_bytes) is not None
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    factor: Tensor | None = None,
+    add: bool = False,
+    paired: bool = False,
+) -> Tensor:
+    """out = x @ weight.T + bias, and `out`: product_kernels.product for `rows` rows, where `takes` says so.
+
+    x, factor: [rows, columns], f16 or bf16; out: [rows, size] of the same dtype or f32. What is multiplied is rounded
+    to x's dtype after the norm or the factor. A row's result depends neither on other rows nor on their number.
+    """
+    device = _device(x.device.index)
+    kernel, blocks, shared_bytes = _kernel(
+        device, x.device.index, x.shape[0], x.shape[1], out.shape[1], x.dtype, out.dtype,
+        None if norm is None else norm[0].dtype, factor is not None, bias is not None, add, paired,
+    )  # fmt: skip
+    if norm is not None:
+        factor = norm[0]
+    addresses = (0 if t is None else t.data_ptr() for t in (x, weight, bias, factor, out))
+    params = PARAMS.pack(*addresses, x.stride(0) // 8, out.shape[1], 0.0 if norm is None else norm[1])
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    config = launch_config((blocks, 1, 1), 32 * (WARPS + 1), shared_bytes, stream, dependent_launch(x)[0])
+    launch_once(x.device.index, config, kernel, params)
+    return out
+
+
+@cache
+def _kernel(
+    device: DeviceSpec, index: int, rows: int, columns: int, size: int, dtype: torch.dtype, out_dtype: torch.dtype,
+    norm_dtype: torch.dtype | None, factor: bool, bias: bool, add: bool, paired: bool,
+) -> tuple[object, int, int]:  # fmt: skip
+    """(the loaded kernel, its blocks, its shared bytes)."""
+    place = layout(columns, rows, paired, device.shared_memory_bytes)
+    if place is None:
+        raise ValueError(f"x: expected rows that fit a multiprocessor's memory, got {rows} of {columns} columns")
+    options = defines(place, columns, rows, dtype, out_dtype, norm_dtype, factor, bias, add, paired)
+    kernel = load_kernel(SOURCE, options, device.capability, index, place.shared_bytes)
+    return kernel, min(-(-size // GROUP), device.sm_count), place.shared_bytes
+
+
+def defines(
+    place: Layout, columns: int, rows: int, dtype: torch.dtype, out_dtype: torch.dtype,
+    norm_dtype: torch.dtype | None, factor: bool, bias: bool, add: bool, paired: bool,
+) -> Defines:  # fmt: skip
+    """What one variant of the kernel is compiled with."""
+    return (
+        ("TYPE", TYPES[dtype]),
+        ("COLUMNS", columns),
+        ("ROWS", rows),
+        ("CHUNK", place.chunk),
+        ("STAGES", place.stages),
+        ("SHARED_BYTES", place.shared_bytes),
+        ("NORM", int(norm_dtype is not None)),
+        ("NORM_F32", int(norm_dtype == torch.float32)),
+        ("FACTOR", int(factor)),
+        ("BIAS", int(bias)),
+        ("ADD", int(add)),
+        ("PAIRED", int(paired)),
+        ("OUT_F32", int(out_dtype == torch.float32)),
+    )
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of

@@ -299,7 +299,15 @@ struct QueryStep {
 struct Queries {
     u32 words[QUERY_STEPS][2];
 
+    // Two elements a read, where those are aligned: words that need nothing more until `put` keep no key waiting.
     __device__ __forceinline__ void fetch(const Params& p, const Item& item) {
+        bool odd = ((i64)p.q >> 1 | p.q_stride_b | p.q_stride_i | p.q_stride_h) & 1;
+        if (odd) read<false>(p, item);
+        else read<true>(p, item);
+    }
+
+    template <bool PAIRS>
+    __device__ __forceinline__ void read(const Params& p, const Item& item) {
         int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
         for (int i = 0; i < QUERY_STEPS; i++) {
@@ -310,7 +318,9 @@ struct Queries {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int d = of.step * 16 + (FP8 ? 4 * t + 2 * half : 2 * t + 8 * half);
-                words[i][half] = vector.valid && of.nt < NT ? from[d] | (u32)from[d + 1] << 16 : 0;
+                words[i][half] = 0;
+                if (!vector.valid || of.nt >= NT) continue;
+                words[i][half] = PAIRS ? *(const u32*)(from + d) : from[d] | (u32)from[d + 1] << 16;
             }
         }
     }

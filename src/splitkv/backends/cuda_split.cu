@@ -218,13 +218,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
     Sums sums;
     Weights weights;
     Run run(shared);
-    float scale = p.scale;
-    if (p.k_scales) scale *= p.k_scales[divide_few(blockIdx.x, p.row_blocks) * p.k_scale_stride];
+    float scale = 1.0f;
+    if (p.k_scales) scale = p.k_scales[divide_few(blockIdx.x, p.row_blocks) * p.k_scale_stride];
     int stage = 0, ahead = STAGES - 1, row = -1, n, split_end;
     bool of_v = false, entered = false;
     sums.clear();
     for (;;) {
         if (ahead == 0 && !entered) {
+            if (row < 0) scale *= p.scale;  // not before keys are asked for: it waits for the scale of K
             if (row != item.row) queries.put(shared);
             row = item.row;
             split_end = item.split_end(item.n_begin);

@@ -285,12 +285,14 @@ struct Vector {
 // where a turn of all warps keeps to them.
 struct QueryStep {
     int nt, step;
+    bool other_columns;  // than the turn before it
 
     __device__ __forceinline__ explicit QueryStep(int i) {
         const int steps = D / 16;
         int warp = threadIdx.x >> 5, at = i * WARPS + warp;
         nt = steps % WARPS ? at / steps : i * WARPS / steps;
         step = steps % WARPS ? at % steps : i * WARPS % steps + warp;
+        other_columns = i == 0 || steps % WARPS || i * WARPS % steps == 0;
     }
 };
 
@@ -309,17 +311,22 @@ struct Queries {
     template <bool PAIRS>
     __device__ __forceinline__ void read(const Params& p, const Item& item) {
         int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+        const u16* from;
+        bool valid;
 #pragma unroll
         for (int i = 0; i < QUERY_STEPS; i++) {
             QueryStep of(i);
-            Vector vector(p, of.nt * 8 + g);
-            const u16* from = (const u16*)p.q + item.row * p.q_stride_b + vector.query * p.q_stride_i
-                              + vector.head * p.q_stride_h;
+            if (of.other_columns) {
+                Vector vector(p, of.nt * 8 + g);
+                valid = vector.valid && of.nt < NT;
+                from = (const u16*)p.q + item.row * p.q_stride_b + vector.query * p.q_stride_i
+                       + vector.head * p.q_stride_h + (FP8 ? 4 : 2) * t;
+            }
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                int d = of.step * 16 + (FP8 ? 4 * t + 2 * half : 2 * t + 8 * half);
+                u32 d = of.step * 16 + (FP8 ? 2 : 8) * half;
                 words[i][half] = 0;
-                if (!vector.valid || of.nt >= NT) continue;
+                if (!valid) continue;
                 words[i][half] = PAIRS ? *(const u32*)(from + d) : from[d] | (u32)from[d + 1] << 16;
             }
         }

@@ -138,10 +138,10 @@ struct Row {
 
 // The load, read on the device: `Load` reads the rows, `settle` decides.
 struct Load {
-    Row row;             // this lane's of the first 32 rows; the last where the batch has fewer
-    float total;         // keys of the batch
-    bool alike;          // whether all rows have as many keys
-    int run_keys;        // see settle
+    Row row;      // of the first 32, one per lane; the last again where the batch has fewer
+    float total;  // keys
+    bool alike;   // all rows have as many keys
+    int run_keys;
 
     __device__ __forceinline__ explicit Load(const Params& p) {
         u32 low = 0, high = 0;  // a sum in halves: exact, and each fits
@@ -159,7 +159,11 @@ struct Load {
         alike = true;
         if (MAX_RUN > 1 || p.batch > 1)
             alike = __reduce_max_sync(~0u, longest) == __reduce_min_sync(~0u, shortest);
-        if (MAX_RUN > 1) total = fmaf((float)__reduce_add_sync(~0u, high), 65536.0f, (float)__reduce_add_sync(~0u, low));
+        if (MAX_RUN > 1) {
+            low = __reduce_add_sync(~0u, low);
+            high = __reduce_add_sync(~0u, high);
+            total = fmaf((float)high, 65536.0f, (float)low);
+        }
     }
 
     // Whether the blocks that the GPU holds at once are enough: rows are alike or work is too little to be worth more starts.

@@ -3,6 +3,12 @@
 // Compiled with -fmad=false: only the fmaf that are written fuse, so every variant rounds alike. Logits are in the log2
 // domain. A part is (acc, m, l): the unnormalised output, the running maximum and the sum, all f32.
 
+#if WIDE_LENS
+typedef i64 Len;
+#else
+typedef int Len;
+#endif
+
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
 #define MINUS_INF __int_as_float(0xff800000)
@@ -42,17 +48,34 @@ __device__ __forceinline__ float log2_(float x) {
     return y;
 }
 
+__device__ __forceinline__ float inverse(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // a / b of positive integers: the float's quotient, put right twice, is exact. A third of the code of the compiler's own.
 __device__ __forceinline__ int divide(int a, int b) {
-    float inverse;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"((float)b));
-    int q = (int)((float)a * inverse), rest = a - q * b, more = (int)floorf((float)rest * inverse);
+    float one_bth = inverse((float)b);
+    int q = (int)((float)a * one_bth), rest = a - q * b, more = (int)floorf((float)rest * one_bth);
     q += more;
     rest -= more * b;
     return q + (rest >= b) - (rest < 0);
 }
 
+// The same for quotients below 2^20, which are at most one off before they are put right.
+__device__ __forceinline__ int divide_few(int a, int b) {
+    int q = (int)((float)a * inverse((float)b)), rest = a - q * b;
+    return q + (rest >= b) - (rest < 0);
+}
+
 __device__ __forceinline__ int ceil_div(int a, int b) { return divide(a + b - 1, b); }
+
+// The whole part of a / b, for a sum of keys.
+__device__ __forceinline__ float quotient(float a, int b) {
+    float q = floorf(a * inverse((float)b)), rest = fmaf(-q, (float)b, a);
+    return rest < 0.0f ? q - 1.0f : rest >= (float)b ? q + 1.0f : q;
+}
 
 // Brings the arguments into the constant cache while the kernel before still runs: reads one of each 64 bytes. Always true.
 __device__ __forceinline__ bool touch(const Params& p) {
@@ -61,40 +84,21 @@ __device__ __forceinline__ bool touch(const Params& p) {
 
 // policy.SplitRule.split, and plan.py's schedule: a unit is a run of 1, 4 or 16 splits.
 struct Cut {
-    int split_len, shift, units;
+    int split_len, splits, units, run_len;  // run_len: keys of all units but a row's last
 
-    __device__ __forceinline__ i64 run_len() const { return (i64)split_len << shift; }  // of all units but a row's last
+    __device__ __forceinline__ void make_splits(const Params& p, int span) {
+        split_len = max((ceil_div(span, p.target) + p.quantum - 1) & -p.quantum, p.min_len);
+        splits = ceil_div(span, split_len);
+    }
+
+    __device__ __forceinline__ void make_units(int span, int run_keys) {
+        int shift = 0;
+        if (MAX_RUN > 1 && split_len < run_keys) shift = 2;
+        if (MAX_RUN > 4 && split_len <= (run_keys - 1) >> 2) shift = 4;
+        units = max((splits + (1 << shift) - 1) >> shift, 1);
+        run_len = units > 1 ? split_len << shift : span;
+    }
 };
-
-__device__ __forceinline__ Cut cut_row(const Params& p, int span, int run_keys) {
-    Cut cut;
-    cut.split_len = max((ceil_div(span, p.target) + p.quantum - 1) & -p.quantum, p.min_len);
-    cut.shift = 0;
-    if (p.max_run > 1 && cut.split_len < run_keys) cut.shift = 2;
-    if (p.max_run > 4 && (i64)cut.split_len * 4 < run_keys) cut.shift = 4;
-    cut.units = max((ceil_div(span, cut.split_len) + (1 << cut.shift) - 1) >> cut.shift, 1);
-    return cut;
-}
-
-// Keys of the block that has most, if every row has `span`.
-__device__ __forceinline__ i64 busiest(const Params& p, int span, int run_keys) {
-    Cut cut = cut_row(p, span, run_keys);
-    return ceil_div(p.batch * cut.units, p.blocks) * min(cut.run_len(), (i64)span);
-}
-
-// [lo, hi): the keys that any query of a row may see.
-__device__ __forceinline__ void row_bounds(const Params& p, int row, int& lo, int& hi) {
-    i64 len = p.uniform_len;
-#if WIDE_LENS
-    if (p.seq_lens) len = ((const i64*)p.seq_lens)[row];
-#else
-    if (p.seq_lens) len = ((const int*)p.seq_lens)[row];
-#endif
-    hi = (int)min(max(len, (i64)0), (i64)p.capacity);
-    lo = p.starts ? max(p.starts[row], 0) : 0;
-    if (p.window > 0) lo = max(lo, hi - (p.q_len - 1) - p.window);
-    lo = min(lo, hi);
-}
 
 // Work is counted in units and in costs: multiples of COST_KEYS keys, and one more for each unit's begin and end.
 #define COST_KEYS 64
@@ -102,77 +106,115 @@ struct Work {
     int units, cost;
 };
 
-__device__ __forceinline__ int cost_of(i64 keys) { return (int)((keys + COST_KEYS - 1) / COST_KEYS) + 1; }
+__device__ __forceinline__ int cost_of(int keys) { return (int)(((u32)keys + COST_KEYS - 1) / COST_KEYS) + 1; }
 
-// 32 rows of the batch, one per lane, and the work before them.
-struct Rows {
-    int base, units, cost, unit_cost;  // units, cost: of this lane's row and of those before it in the 32
-    Work before;
+// A row of the batch: [lo, hi), the keys that any of its queries may see, and what they are cut into.
+struct Row {
+    int lo, hi;
+    Cut cut;
 
-    __device__ __forceinline__ void load(const Params& p, int first_row, Work work_before, int run_keys) {
-        int lane = threadIdx.x & 31, row = first_row + lane;
-        base = first_row;
-        before = work_before;
-        units = cost = unit_cost = 0;
-        if (row < p.batch) {
-            int lo, hi;
-            row_bounds(p, row, lo, hi);
-            Cut cut = cut_row(p, hi - lo, run_keys);
-            units = cut.units;
-            unit_cost = cost_of(cut.run_len());
-            cost = (units - 1) * unit_cost + cost_of(hi - lo - (units - 1) * cut.run_len());
-        }
-#pragma unroll 1
-        for (int step = 1; step < 32; step *= 2) {
-            int more_units = __shfl_up_sync(~0u, units, step), more_cost = __shfl_up_sync(~0u, cost, step);
-            if (lane >= step) {
-                units += more_units;
-                cost += more_cost;
-            }
-        }
+    __device__ __forceinline__ void read(const Params& p, int row) {
+        Len len = p.uniform_len;
+        if (p.seq_lens) len = ((const Len*)p.seq_lens)[row];
+        hi = (int)min(max(len, (Len)0), (Len)p.capacity);
+        lo = p.starts ? max(p.starts[row], 0) : 0;
+        if (p.window > 0) lo = max(lo, hi - (p.q_len - 1) - p.window);
+        lo = min(lo, hi);
     }
 
-    // The work through row base + lane.
-    __device__ __forceinline__ Work through(int lane) const {
-        return {before.units + __shfl_sync(~0u, units, lane), before.cost + __shfl_sync(~0u, cost, lane)};
+    __device__ __forceinline__ void read_and_cut(const Params& p, int row, int run_keys) {
+        read(p, row);
+        cut.make_splits(p, span());
+        cut.make_units(span(), run_keys);
     }
-    __device__ __forceinline__ Work until(int row) const {
-        Work work = through((row - base - 1) & 31);
-        return row > base ? work : before;
+
+    __device__ __forceinline__ int span() const { return hi - lo; }
+
+    __device__ __forceinline__ Work work() const {
+        int whole = cut.units - 1;
+        return {cut.units, whole * cost_of(cut.run_len) + cost_of(span() - whole * cut.run_len)};
     }
-    __device__ __forceinline__ void load_next(const Params& p, int run_keys) { load(p, base + 32, through(31), run_keys); }
 };
 
-// The load, read on the device. run_keys: least keys per unit, so many that the whole batch makes about target_units units. But
-// rows that are all alike take whole runs wherever smaller units would not even out the blocks' shares. even: the blocks
-// that the GPU holds at once are enough, as rows are alike or work is too little to be worth more starts.
+// The load, read on the device: `Load` reads the rows, `settle` decides.
 struct Load {
+    Row row;      // of the first 32, one per lane; the last again where the batch has fewer
+    float total;  // keys
+    bool alike;   // all rows have as many keys
     int run_keys;
-    bool even;
 
     __device__ __forceinline__ explicit Load(const Params& p) {
-        run_keys = 0;
-        even = true;
-        if (MAX_RUN == 1) return;
-        float total = 0.0f;
+        u32 low = 0, high = 0;  // a sum in halves: exact, and each fits
         int longest = 0, shortest = INT_MAX;
-#pragma unroll 1
-        for (int row = threadIdx.x & 31; row < p.batch; row += 32) {
-            int lo, hi;
-            row_bounds(p, row, lo, hi);
-            total += (float)(hi - lo);
-            longest = max(longest, hi - lo);
-            shortest = min(shortest, hi - lo);
+#pragma unroll 2  // so that two reads are on their way
+        for (int base = (p.batch - 1) & ~31; base >= 0; base -= 32) {  // ends at the first rows
+            int at = base + (threadIdx.x & 31);
+            row.read(p, min(at, p.batch - 1));
+            u32 keys = at < p.batch ? row.span() : 0;
+            low += keys & 0xffff;
+            high += keys >> 16;
+            longest = max(longest, row.span());
+            shortest = min(shortest, row.span());
         }
-#pragma unroll 1
-        for (int step = 16; step; step /= 2) {
-            total += __shfl_xor_sync(~0u, total, step);
-            longest = max(longest, __shfl_xor_sync(~0u, longest, step));
-            shortest = min(shortest, __shfl_xor_sync(~0u, shortest, step));
+        alike = true;
+        if (MAX_RUN > 1 || p.batch > 1)
+            alike = __reduce_max_sync(~0u, longest) == __reduce_min_sync(~0u, shortest);
+        if (MAX_RUN > 1) {
+            low = __reduce_add_sync(~0u, low);
+            high = __reduce_add_sync(~0u, high);
+            total = fmaf((float)high, 65536.0f, (float)low);
         }
-        even = longest == shortest || total < (float)p.blocks * UNEVEN_KEYS;
-        run_keys = max((int)fminf(__fdiv_rn(total, (float)p.target_units), 1e9f), LEAST_RUN_KEYS);
-        if (longest == shortest && busiest(p, longest, INT_MAX) <= busiest(p, longest, 1)) run_keys = INT_MAX;
+    }
+
+    // Whether the blocks that the GPU holds at once are enough: rows are alike or work is too little to be worth more starts.
+    __device__ __forceinline__ bool even(const Params& p) const {
+        return MAX_RUN == 1 || alike || total < (float)p.blocks * UNEVEN_KEYS;
+    }
+
+    // Cuts the rows. run_keys: least keys per unit, so many that the whole batch makes about target_units units. But rows that
+    // are all alike take whole runs wherever smaller units would not even out the blocks' shares.
+    __device__ __forceinline__ void settle(const Params& p) {
+        row.cut.make_splits(p, row.span());
+        run_keys = 0;
+        if (MAX_RUN > 1) {
+            run_keys = max((int)fminf(quotient(total, p.target_units), 1e9f), LEAST_RUN_KEYS);
+            if (alike) {  // even lanes try whole runs, odd ones single splits: keys of the block that has most
+                Cut trial = row.cut;
+                trial.make_units(row.span(), threadIdx.x & 1 ? 1 : INT_MAX);
+                i64 keys = (i64)ceil_div(p.batch * trial.units, p.blocks) * trial.run_len;
+                i64 other = __shfl_xor_sync(~0u, keys, 1);
+                if (__ballot_sync(~0u, keys <= other) & 1) run_keys = INT_MAX;
+            }
+        }
+        row.cut.make_units(row.span(), run_keys);
+    }
+};
+
+// 32 rows of the batch, one per lane.
+struct Rows {
+    int base;
+    Row row;
+    Work own, before;  // of this lane's row, and of all rows before it
+
+    __device__ __forceinline__ Rows(const Params& p, const Load& load) : row(load.row) { add_up(p, 0, {0, 0}); }
+
+    __device__ __forceinline__ void load_next(const Params& p, int run_keys) {
+        Work until = {__shfl_sync(~0u, before.units + own.units, 31), __shfl_sync(~0u, before.cost + own.cost, 31)};
+        row.read_and_cut(p, min(base + 32 + (int)(threadIdx.x & 31), p.batch - 1), run_keys);
+        add_up(p, base + 32, until);
+    }
+
+    __device__ __forceinline__ void add_up(const Params& p, int first_row, Work until) {
+        int lane = threadIdx.x & 31;
+        base = first_row;
+        own = base + lane < p.batch ? row.work() : Work{0, 0};
+        Work sum = own;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            int units = __shfl_up_sync(~0u, sum.units, step), cost = __shfl_up_sync(~0u, sum.cost, step);
+            if (lane >= step) sum = {sum.units + units, sum.cost + cost};
+        }
+        before = {until.units + sum.units - own.units, until.cost + sum.cost - own.cost};
     }
 };
 
@@ -191,24 +233,29 @@ struct Join {
 
 // What turns a whole row's part into its answer: out = acc * weight / l * v_scale; the sink enters l here, once.
 struct Finish {
-    float weight, inverse, v_scale, lse;
+    float sink, v_scale, weight, one_lth, lse;
     bool empty;
 
-    __device__ __forceinline__ Finish(const Params& p, float m, float l, int head) {
+    // Reads what belongs to a query head.
+    __device__ __forceinline__ Finish(const Params& p, int head) {
+        sink = p.sinks ? p.sinks[head] * LOG2E : 0.0f;
+        v_scale = p.v_scales ? p.v_scales[divide_few(head, p.group) * p.v_scale_stride] : p.v_scale;
+    }
+
+    __device__ __forceinline__ void end(const Params& p, float m, float l) {
         empty = l == 0.0f;
         weight = 1.0f;
         if (p.sinks) {
-            float sink = p.sinks[head] * LOG2E, top = fmaxf(m, sink), base = top == MINUS_INF ? 0.0f : top;
+            float top = fmaxf(m, sink), base = top == MINUS_INF ? 0.0f : top;
             weight = exp2_(m - base);
             l = fmaf(l, weight, exp2_(sink - base));
             m = top;
         }
         lse = empty ? MINUS_INF : (m + log2_(l)) * LN2;
-        inverse = empty ? 1.0f : __fdiv_rn(1.0f, l);
-        v_scale = p.v_scales ? p.v_scales[divide(head, p.group) * p.v_scale_stride] : p.v_scale;
+        one_lth = empty ? 1.0f : __fdiv_rn(1.0f, l);
     }
     __device__ __forceinline__ float operator()(float acc) const {
-        return empty ? 0.0f : acc * weight * inverse * v_scale + 0.0f;  // + 0: -0 and 0 are one answer
+        return empty ? 0.0f : acc * weight * one_lth * v_scale + 0.0f;  // + 0: -0 and 0 are one answer
     }
 };
 

@@ -26,18 +26,23 @@ struct Item {
     Cut cut;
 
     __device__ __forceinline__ void enter_row(const Params& p, int run_keys, int unit) {
-        int lo;
-        row_bounds(p, row, lo, hi);
-        cut = cut_row(p, hi - lo, run_keys);
-        enter_unit(lo + unit * cut.run_len());
+        Row now;
+        now.read_and_cut(p, row, run_keys);
+        enter(now, unit);
     }
 
-    __device__ __forceinline__ void enter_unit(i64 begin) {
-        n_begin = (int)min(begin, (i64)hi);
-        n_end = (int)min(begin + cut.run_len(), (i64)hi);
+    __device__ __forceinline__ void enter(const Row& now, int unit) {
+        hi = now.hi;
+        cut = now.cut;
+        enter_unit(now.lo + unit * cut.run_len);
     }
 
-    __device__ __forceinline__ int split_end(int begin) const { return (int)min((i64)begin + cut.split_len, (i64)n_end); }
+    __device__ __forceinline__ void enter_unit(int begin) {
+        n_begin = begin;
+        n_end = begin + min(cut.run_len, hi - begin);
+    }
+
+    __device__ __forceinline__ int split_end(int begin) const { return begin + min(cut.split_len, n_end - begin); }
 
     // The batch's next unit, if that is before slot `end`.
     __device__ __forceinline__ bool next(const Params& p, int run_keys, int end) {
@@ -56,61 +61,99 @@ struct Item {
 // Where rows differ more blocks follow, with smaller shares: they start where others end, and even out what those differ by.
 struct Share {
     Item first;
-    int end;  // the slot after its last unit's; first.slot if it has none
+    int end;  // the slot after its last unit's; first.slot or less if it has none
 
+    // Even lanes find where the share begins, odd ones where it ends: where that of the block after it begins.
     __device__ __forceinline__ Share(const Params& p, const Load& load) {
-        int unit = 0;
-        first.row = 0;
-        if (p.batch > 1) unit = locate(p, load);
-        if (first.row < p.batch) first.enter_row(p, load.run_keys, unit);
-        if (p.batch > 1) return;
-        first.slot = divide(blockIdx.y * first.cut.units, p.blocks);  // one row's units are alike
-        end = divide((blockIdx.y + 1) * first.cut.units, p.blocks);
-        first.enter_unit(first.n_begin + first.slot * first.cut.run_len());
+        int block = blockIdx.y + (threadIdx.x & 1), unit;
+        Row row = load.row;
+        if (p.batch == 1) {  // one row's units are alike
+            unit = block == p.blocks ? row.cut.units : (int)(row.cut.units * inverse(p.blocks) * block + 0.5f);
+            first.row = 0;
+            first.slot = unit;
+        } else {
+            unit = locate(p, load, block);
+        }
+        end = __shfl_sync(~0u, first.slot, 1);
+        first.slot = __shfl_sync(~0u, first.slot, 0);
+        if (first.slot >= end) return;
+        if (p.batch > 1) {
+            first.row = __shfl_sync(~0u, first.row, 0);
+            if (p.batch <= 32) {
+                row.lo = __shfl_sync(~0u, row.lo, first.row);
+                row.hi = __shfl_sync(~0u, row.hi, first.row);
+                row.cut.split_len = __shfl_sync(~0u, row.cut.split_len, first.row);
+                row.cut.run_len = __shfl_sync(~0u, row.cut.run_len, first.row);
+                row.cut.units = __shfl_sync(~0u, row.cut.units, first.row);
+            } else {
+                row.read_and_cut(p, first.row, load.run_keys);
+            }
+        }
+        first.enter(row, __shfl_sync(~0u, unit, 0));
     }
 
-    // Where a block's part of all the work begins, which is where that of the block before it ends.
+    // How much of all the work comes before a block's.
     __device__ __forceinline__ int begin_of(const Params& p, const Load& load, int total, int block) {
-        int blocks = load.even ? p.blocks : gridDim.y;
-        if (block == blocks) return total;
-        float part = __fdiv_rn((float)total, (float)p.blocks);
-        if (blocks == p.blocks) return (int)(part * (float)block);
-        int first = min(block, p.blocks);
-        float later = __fdiv_rn((float)(block - first) * (float)p.blocks, (float)(blocks - p.blocks));
-        return (int)(part * (FIRST_SHARE * (float)first + (1.0f - FIRST_SHARE) * later));
+        int blocks = p.blocks;
+        float shares = block;
+        if (!load.even(p)) {
+            blocks = gridDim.y;
+            int first = min(block, p.blocks);
+            float later = (float)(block - first) * (float)p.blocks * inverse((float)(blocks - p.blocks));
+            shares = FIRST_SHARE * (float)first + (1.0f - FIRST_SHARE) * later;
+        }
+        return block == blocks ? total : (int)((float)total * inverse((float)p.blocks) * shares);
     }
 
-    // Sets `end`, and of the first unit in this block's part of the work the row and the slot; returns its number in the row.
-    __device__ __forceinline__ int locate(const Params& p, const Load& load) {
-        Rows rows;
-        int run_keys = load.run_keys, total = 0;
+    // Sets the row and the slot of the first unit in this block's part of the work; returns its number in the row.
+    __device__ __forceinline__ int locate(const Params& p, const Load& load, int block) {
+        Work of_row = load.row.work(), before;
+        int unit_cost = cost_of(load.row.cut.run_len), position;
+        if (load.alike) {
+            position = begin_of(p, load, p.batch * of_row.cost, block);
+            first.row = min(divide_few(position, of_row.cost), p.batch - 1);
+            before = {first.row * of_row.units, first.row * of_row.cost};
+        } else {
+            int total = 0;
 #pragma unroll 1
-        for (int base = (p.batch - 1) & ~31; base >= 0; base -= 32) {  // ends at the first rows
-            rows.load(p, base, {0, 0}, run_keys);
-            total += rows.through(31).cost;
+            for (int base = 32; base < p.batch; base += 32) {
+                int row = base + (threadIdx.x & 31);
+                Row later;
+                later.read_and_cut(p, min(row, p.batch - 1), load.run_keys);
+                total += __reduce_add_sync(~0u, row < p.batch ? later.work().cost : 0);
+            }
+            Rows rows(p, load);
+            total += __shfl_sync(~0u, rows.before.cost + rows.own.cost, 31);
+            position = begin_of(p, load, total, block);
+            first.row = -1;
+#pragma unroll 1
+            for (;;) {
+                int through = rows.before.cost + rows.own.cost, begin = __shfl_sync(~0u, position, 0);
+                int last = p.batch - 1 - rows.base, end = __shfl_sync(~0u, position, 1);
+                int begin_row = __popc(__ballot_sync(~0u, through <= begin));
+                int end_row = __popc(__ballot_sync(~0u, through <= end));
+                int row = min(threadIdx.x & 1 ? end_row : begin_row, last);
+                Work shifted = {__shfl_sync(~0u, rows.before.units, row), __shfl_sync(~0u, rows.before.cost, row)};
+                Work own = {__shfl_sync(~0u, rows.own.units, row), __shfl_sync(~0u, rows.own.cost, row)};
+                int cost = __shfl_sync(~0u, cost_of(rows.row.cut.run_len), row);
+                if (first.row < 0 && row < 32) {
+                    first.row = rows.base + row;
+                    before = shifted;
+                    of_row = own;
+                    unit_cost = cost;
+                }
+                if (end_row < 32 || last < 32) break;
+                rows.load_next(p, load.run_keys);
+            }
         }
-        int row, unit, first_unit;
-#pragma unroll 1
-        for (int side = 0; side < 2; side++) {
-            int position = begin_of(p, load, total, blockIdx.y + side);
-            while (rows.base + 32 < p.batch && position >= rows.through(31).cost) rows.load_next(p, run_keys);
-            row = rows.base + __popc(__ballot_sync(~0u, rows.before.cost + rows.cost <= position));
-            Work before = rows.until(row);
-            int units = rows.through((row - rows.base) & 31).units - before.units;
-            int cost = __shfl_sync(~0u, rows.unit_cost, (row - rows.base) & 31);
-            end = before.units;
+        int rest = position - before.cost, unit = divide_few(rest + unit_cost - 1, unit_cost);
+        if (rest >= of_row.cost) unit = of_row.units;
+        first.slot = before.units + unit;
+        if (unit == of_row.units) {
+            first.row++;
             unit = 0;
-            if (row < p.batch) {
-                unit = min(ceil_div(position - before.cost, cost), units);
-                end += unit;
-            }
-            if (row < p.batch && unit == units) {
-                row++;
-                unit = 0;
-            }
-            if (side == 0) first.row = row, first.slot = end, first_unit = unit;
         }
-        return first_unit;
+        return unit;
     }
 };
 
@@ -123,7 +166,7 @@ struct Loader {
     bool of_v, done;
 
     __device__ __forceinline__ void start(const Params& p) {
-        int kv_head = p.row_blocks > 1 ? divide(blockIdx.x, p.row_blocks) : blockIdx.x;
+        int kv_head = p.row_blocks > 1 ? divide_few(blockIdx.x, p.row_blocks) : blockIdx.x;
         k_rows = (const char*)p.k_cache + (kv_head * p.k_stride_h + (PAGED ? 0 : item.row * p.k_stride_b)) * KV_BYTES;
         v_rows = (const char*)p.v_cache + (kv_head * p.v_stride_h + (PAGED ? 0 : item.row * p.v_stride_b)) * KV_BYTES;
         enter_split(p, item.n_begin);
@@ -224,17 +267,32 @@ struct Vector {
     __device__ __forceinline__ Vector(const Params& p, int column) {
         int kv_head = blockIdx.x, r = column;
         if (p.row_blocks > 1) {
-            kv_head = divide(blockIdx.x, p.row_blocks);
+            kv_head = divide_few(blockIdx.x, p.row_blocks);
             r += (blockIdx.x - kv_head * p.row_blocks) * p.rows_per_block;
         }
         int of_group = r;
         query = 0;
 #if CAUSAL
-        of_group = divide(r, p.q_len);
+        of_group = divide_few(r, p.q_len);
         query = r - of_group * p.q_len;
 #endif
         valid = column < p.rows_per_block && of_group < p.group;
         head = kv_head * p.group + of_group;
+    }
+};
+
+// What a warp brings of the queries in its i-th turn: 16 elements of eight columns. The columns are known to the compiler
+// where a turn of all warps keeps to them.
+struct QueryStep {
+    int nt, step;
+    bool other_columns;  // than the turn before it
+
+    __device__ __forceinline__ explicit QueryStep(int i) {
+        const int steps = D / 16;
+        int warp = threadIdx.x >> 5, at = i * WARPS + warp;
+        nt = steps % WARPS ? at / steps : i * WARPS / steps;
+        step = steps % WARPS ? at % steps : i * WARPS % steps + warp;
+        other_columns = i == 0 || steps % WARPS || i * WARPS % steps == 0;
     }
 };
 
@@ -243,33 +301,48 @@ struct Vector {
 struct Queries {
     u32 words[QUERY_STEPS][2];
 
+    // Two elements a read, where those are aligned: words that need nothing more until `put` keep no key waiting.
     __device__ __forceinline__ void fetch(const Params& p, const Item& item) {
-        int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+        bool odd = ((i64)p.q >> 1 | p.q_stride_b | p.q_stride_i | p.q_stride_h) & 1;
+        if (odd) read<false>(p, item);
+        else read<true>(p, item);
+    }
+
+    template <bool PAIRS>
+    __device__ __forceinline__ void read(const Params& p, const Item& item) {
+        int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+        const u16* from;
+        bool valid;
 #pragma unroll
         for (int i = 0; i < QUERY_STEPS; i++) {
-            int at = i * WARPS + warp, nt = at / (D / 16), step = at % (D / 16);
-            Vector vector(p, nt * 8 + g);
-            const u16* from = (const u16*)p.q + item.row * p.q_stride_b + vector.query * p.q_stride_i
-                              + vector.head * p.q_stride_h + step * 16;
+            QueryStep of(i);
+            if (of.other_columns) {
+                Vector vector(p, of.nt * 8 + g);
+                valid = vector.valid && of.nt < NT;
+                from = (const u16*)p.q + item.row * p.q_stride_b + vector.query * p.q_stride_i
+                       + vector.head * p.q_stride_h + (FP8 ? 4 : 2) * t;
+            }
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                int d = FP8 ? 4 * t + 2 * half : 2 * t + 8 * half;
-                words[i][half] = vector.valid && nt < NT ? from[d] | (u32)from[d + 1] << 16 : 0;
+                u32 d = of.step * 16 + (FP8 ? 2 : 8) * half;
+                words[i][half] = 0;
+                if (!valid) continue;
+                words[i][half] = PAIRS ? *(const u32*)(from + d) : from[d] | (u32)from[d + 1] << 16;
             }
         }
     }
 
     __device__ __forceinline__ void put(Shared& shared) const {
-        int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        int lane = threadIdx.x & 31;
 #pragma unroll
         for (int i = 0; i < QUERY_STEPS; i++) {
-            int at = i * WARPS + warp;
+            QueryStep of(i);
             u32 x = words[i][0], y = words[i][1];
             if (OUT_TYPE == BF16 && !COMPUTE_BF16) {
                 x = pack(bf16_to_float((u16)x), bf16_to_float((u16)(x >> 16)));
                 y = pack(bf16_to_float((u16)y), bf16_to_float((u16)(y >> 16)));
             }
-            if (at < NT * (D / 16)) shared.q[at / (D / 16)][at % (D / 16)][lane] = make_uint2(x, y);
+            if (of.nt < NT) shared.q[of.nt][of.step][lane] = make_uint2(x, y);
         }
         __syncthreads();
     }

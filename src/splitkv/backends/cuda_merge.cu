@@ -25,12 +25,12 @@ struct Sum {
 struct Parts {
     const float* out;
     const float2* ml;
-    i64 step;
-    int count;
+    int step, count;
     bool inside;  // whether this lane's columns exist
 
     __device__ __forceinline__ Sum load(int i) const {
-        float2 part = ml[i * step], acc = inside ? *(const float2*)(out + i * step * DV) : make_float2(0.0f, 0.0f);
+        float2 part = ml[(i64)i * step], acc = make_float2(0.0f, 0.0f);
+        if (inside) acc = *(const float2*)(out + (i64)(i * DV) * step);
         return {acc.x, acc.y, part.x, part.y};
     }
 
@@ -110,34 +110,38 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_ke
     int heads = p.num_kv_heads * p.group, of_row = heads * p.q_len;
     int task = TOGETHER ? blockIdx.x : blockIdx.x * WARPS + warp;
     int vector = task / COLUMN_BLOCKS, dv = task % COLUMN_BLOCKS * COLUMNS + lane * 2;
-    int row = divide(vector, of_row), head = vector - row * of_row, query = 0;
+    int row = divide_few(vector, of_row), head = vector - row * of_row, query = 0;
     if (p.q_len > 1) {
         int of_head = head;
-        head = divide(of_head, p.q_len);
+        head = divide_few(of_head, p.q_len);
         query = of_head - head * p.q_len;
     }
+    bool exists = row < p.batch;
+    Finish finish(p, exists ? head : 0);
+    u16* out = (u16*)p.out + row * p.out_stride_b + query * p.out_stride_i + head * p.out_stride_h + dv;
+    float* lse = p.lse + row * p.lse_stride_b + query * p.lse_stride_i + head * p.lse_stride_h;
     int units = 0, first = 0;
-    if (row < p.batch) {
-        int run_keys = Load(p).run_keys, lo, hi;
-        if (p.batch > 1) {
-            Rows rows;
-            rows.load(p, 0, {0, 0}, run_keys);
-            while (row >= rows.base + 32) rows.load_next(p, run_keys);
-            first = rows.until(row).units;
+    if (exists) {
+        Load load(p);
+        load.settle(p);
+        units = load.row.cut.units;
+        first = row * units;
+        if (!load.alike) {
+            Rows rows(p, load);
+            while (row >= rows.base + 32) rows.load_next(p, load.run_keys);
+            units = __shfl_sync(~0u, rows.own.units, row & 31);
+            first = __shfl_sync(~0u, rows.before.units, row & 31);
         }
-        row_bounds(p, row, lo, hi);
-        units = cut_row(p, hi - lo, run_keys).units;
     }
+    i64 at = (i64)first * of_row + head * p.q_len + query;
+    Parts parts = {p.partial_out + at * DV + dv, (const float2*)p.partial_ml + at, of_row, units, dv < DV};
     wait_for_previous_kernel();  // also with nothing to do: the next kernel must not overtake the split kernel
     if (units <= 1) return;
 
-    i64 at = (i64)first * of_row + head * p.q_len + query;
-    Parts parts = {p.partial_out + at * DV + dv, (const float2*)p.partial_ml + at, of_row, units, dv < DV};
     Sum sum = TOGETHER ? join_together(parts) : join_alone(parts);
     if (TOGETHER && warp || dv >= DV) return;
-    Finish finish(p, sum.m, sum.l, head);
-    u16* out = (u16*)p.out + row * p.out_stride_b + query * p.out_stride_i + head * p.out_stride_h + dv;
+    finish.end(p, sum.m, sum.l);
     out[0] = to_16_bits(finish(sum.x));
     out[1] = to_16_bits(finish(sum.y));
-    if (p.lse && dv == 0) p.lse[row * p.lse_stride_b + query * p.lse_stride_i + head * p.lse_stride_h] = finish.lse;
+    if (p.lse && dv == 0) *lse = finish.lse;
 }

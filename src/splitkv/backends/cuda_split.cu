@@ -181,7 +181,8 @@ __device__ __forceinline__ void store(const Params& p, const Item& item, const P
         if (first == 0) ((float2*)p.partial_ml)[at] = make_float2(part.m, part.l);
         return;
     }
-    Finish finish(p, part.m, part.l, vector.head);
+    Finish finish(p, vector.head);
+    finish.end(p, part.m, part.l);
     u16* out = (u16*)p.out + item.row * p.out_stride_b + vector.query * p.out_stride_i + vector.head * p.out_stride_h;
 #pragma unroll
     for (int i = 0; i < PART; i++) out[first + i * THREADS_PER_VECTOR] = to_16_bits(finish(part.acc[i]));
@@ -197,8 +198,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
     wait_for_previous_kernel();
 
     Load load(p);
+    if (blockIdx.y >= p.blocks && load.even(p)) return;
+    load.settle(p);
     int run_keys = load.run_keys;
-    if (load.even && blockIdx.y >= p.blocks) return;
     Share share(p, load);
     Item item = share.first;
     if (item.slot >= share.end) return;
@@ -216,13 +218,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
     Sums sums;
     Weights weights;
     Run run(shared);
-    float scale = p.scale;
-    if (p.k_scales) scale *= p.k_scales[divide(blockIdx.x, p.row_blocks) * p.k_scale_stride];
+    float scale = 1.0f;
+    if (p.k_scales) scale = p.k_scales[divide_few(blockIdx.x, p.row_blocks) * p.k_scale_stride];
     int stage = 0, ahead = STAGES - 1, row = -1, n, split_end;
     bool of_v = false, entered = false;
     sums.clear();
     for (;;) {
         if (ahead == 0 && !entered) {
+            if (row < 0) scale *= p.scale;  // not before keys are asked for: it waits for the scale of K
             if (row != item.row) queries.put(shared);
             row = item.row;
             split_end = item.split_end(item.n_begin);

@@ -23,6 +23,7 @@ def test_doctor_tries_the_chosen_backend() -> None:
         "gpu",
         "cpu",
         "memory",
+        "memory pages",
         "c compiler",
         "cpu kernel",
         "decode: cpu",

@@ -47,6 +47,6 @@ def _huge_pages(size_bytes: int) -> Tensor | None:
         mapping = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         start = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
         mapping.madvise(advice, 0, start + size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
-    except (OSError, OverflowError, ValueError):
+    except (OSError, OverflowError):
         return None
     return torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=size_bytes)

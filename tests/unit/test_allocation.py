@@ -18,7 +18,7 @@ from splitkv import ContiguousKVCache, PagedKVCache
 from splitkv.bench import machine
 from splitkv.bench.cases import random_values
 from splitkv.cache import allocation
-from splitkv.cache.allocation import HUGE_PAGE_BYTES, LEAST_BYTES, empty
+from splitkv.cache.allocation import HUGE_PAGE_BYTES, empty
 from splitkv.models.parts import empty_weight
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -60,11 +60,11 @@ def test_a_large_tensor_starts_on_a_huge_page_and_is_like_torch_s(dtype: torch.d
 
 
 @needs_advice
-def test_from_two_huge_pages_on(mapped: list[int]) -> None:
-    empty((LEAST_BYTES - 1,), torch.uint8, "cpu")
+def test_from_one_huge_page_on(mapped: list[int]) -> None:
+    empty((HUGE_PAGE_BYTES - 1,), torch.uint8, "cpu")
     assert mapped == []
-    empty((LEAST_BYTES,), torch.uint8, "cpu")
-    assert mapped == [LEAST_BYTES]
+    empty((HUGE_PAGE_BYTES,), torch.uint8, "cpu")
+    assert mapped == [HUGE_PAGE_BYTES]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5, 0, 3), (4, 5)], ids=str)
@@ -97,7 +97,7 @@ def test_the_memory_lives_as_long_as_a_tensor_on_it() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, Tensor.clone, Tensor.share_memory_], ids=lambda call: call.__name__)
 def test_tensors_can_be_copied_and_shared(copied: Callable[[Tensor], Tensor]) -> None:
-    tensor = empty((LEAST_BYTES // 4,), torch.float32, "cpu").fill_(3)
+    tensor = empty((HUGE_PAGE_BYTES // 4,), torch.float32, "cpu").fill_(3)
     other = copied(tensor)
     assert torch.equal(other, torch.full_like(other, 3)) and other.shape == tensor.shape
 
@@ -129,8 +129,8 @@ def test_without_huge_pages_torch_allocates(monkeypatch: pytest.MonkeyPatch, lac
         return torchs(*shape, **options)
 
     monkeypatch.setattr(torch, "empty", counting)
-    made = empty((2, LEAST_BYTES), torch.uint8, "cpu").fill_(1)
-    assert asked[-1] == (2, LEAST_BYTES) and int(made.sum()) == 2 * LEAST_BYTES
+    made = empty((2, HUGE_PAGE_BYTES), torch.uint8, "cpu").fill_(1)
+    assert asked[-1] == (2, HUGE_PAGE_BYTES) and int(made.sum()) == 2 * HUGE_PAGE_BYTES
 
 
 @pytest.mark.parametrize("elements", [1 << 55, 1 << 62, 1 << 70], ids=["addresses", "bytes", "int64"])

@@ -16,18 +16,16 @@ from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
 """Of x86, and of ARM with base pages of 4 KiB."""
-LEAST_BYTES = 2 * HUGE_PAGE_BYTES
-"""Smaller tensors are torch's: they would be mostly ends without a whole page, and its allocator uses memory again."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """torch.empty(shape, dtype=dtype, device=device); on a CPU, from 4 MiB on, in huge pages where it has them.
+    """torch.empty(shape, dtype=dtype, device=device); on a CPU, from 2 MiB on, in huge pages where it has them.
 
     Only whole huge pages within the tensor are asked for, so a tensor that is full takes no byte more than otherwise.
     The memory is given back when the last tensor on it dies. Raises what torch.empty raises, where memory is short too.
     """
     size_bytes = math.prod(shape) * dtype.itemsize
-    if torch.compiler.is_compiling() or torch.device(device).type != "cpu" or size_bytes < LEAST_BYTES:
+    if torch.compiler.is_compiling() or torch.device(device).type != "cpu" or size_bytes < HUGE_PAGE_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
     tensor = torch.empty(0, dtype=dtype, device=device)
     pages = _huge_pages(size_bytes) if type(tensor) is Tensor else None  # not where tensors are only pretended

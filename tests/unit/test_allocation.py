@@ -17,9 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from splitkv import ContiguousKVCache, PagedKVCache
 from splitkv.bench import machine
 from splitkv.bench.cases import random_values
+from splitkv.bench.roofline import read_bandwidth
 from splitkv.cache import allocation
 from splitkv.cache.allocation import HUGE_PAGE_BYTES, empty
+from splitkv.models.config import DecoderConfig
+from splitkv.models.geometries import geometry_config
 from splitkv.models.parts import empty_weight
+from splitkv.models.state import DecodeState, LatentKVCache
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 LARGE = (3, 7, 300, 1024)  # 6.4 million elements: whole huge pages and a rest in every dtype
@@ -158,15 +162,34 @@ def weight() -> list[Tensor]:
     return [empty_weight(2048, 1024, dtype=torch.float32, device=torch.device("cpu"))]
 
 
+def latents() -> list[Tensor]:
+    return [LatentKVCache(1, 9000, 1, 576, v_head_dim=512, device="cpu").k_cache]
+
+
+def delta_memory() -> list[Tensor]:
+    config = DecoderConfig.from_config(geometry_config("qwen3.5-0.8b"), "qwen3.5-0.8b")
+    state = DecodeState(config, 2, 16, "f32", torch.float32, "cpu")
+    assert not any(memory.any() for memory in state.memory.values())
+    return list(state.memory.values())
+
+
 def bench_values() -> list[Tensor]:
     return [random_values(3 << 20, torch.float16, "cpu", "k 0")]
 
 
 @needs_advice
-@pytest.mark.parametrize("make", [contiguous, paged, weight, bench_values], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [contiguous, paged, latents, weight, delta_memory, bench_values], ids=lambda make: make.__name__
+)
 def test_caches_and_weights_are_allocated_so(make: Callable[[], list[Tensor]], mapped: list[int]) -> None:
     for tensor in make():
         assert tensor.data_ptr() % HUGE_PAGE_BYTES == 0 and tensor.nbytes in mapped
+
+
+@needs_advice
+def test_the_read_sweep_reads_the_same_kind_of_memory(mapped: list[int]) -> None:
+    swept = read_bandwidth("cpu", 8 << 20).swept_bytes
+    assert mapped == [swept]
 
 
 def test_the_process_really_has_huge_pages() -> None:

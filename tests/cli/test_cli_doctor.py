@@ -1,6 +1,7 @@
 """`splitkv doctor`: every line is found out by trying, and the chosen backend decides the exit code."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from commandline import run, script
 
 import splitkv
-from splitkv.bench import doctor
+from splitkv.bench import doctor, machine
 
 
 def test_doctor_tries_the_chosen_backend() -> None:
@@ -23,6 +24,7 @@ def test_doctor_tries_the_chosen_backend() -> None:
         "gpu",
         "cpu",
         "memory",
+        "memory pages",
         "c compiler",
         "cpu kernel",
         "decode: cpu",
@@ -63,3 +65,24 @@ def test_a_backend_that_cannot_run_here_is_a_finding(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SPLITKV_BACKEND", "abacus")
     code, out, _ = run("doctor")
     assert code == 1 and "backend abacus does not work" in out
+
+
+@pytest.mark.parametrize(
+    "pages, exists, status, words",
+    [
+        ("2 MiB (always)", True, "ok", "2 MiB (always) for caches and weights"),
+        ("4 KiB (never)", True, "absent", "4 KiB (never); the CPU reads faster with madvise in "),
+        ("16 KiB", False, "absent", "16 KiB"),
+    ],
+)
+def test_doctor_says_which_pages_memory_comes_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pages: str, exists: bool, status: str, words: str
+) -> None:
+    setting = tmp_path / "enabled"
+    if exists:
+        setting.touch()
+    monkeypatch.setattr(machine, "HUGE_PAGES", setting)
+    monkeypatch.setattr(machine, "memory_pages", lambda: pages)
+    line = next(check for check in doctor.examine()["checks"] if check["name"] == "memory pages")
+    assert line["status"] == status and line["detail"].startswith(words)
+    assert (str(setting) in line["detail"]) == ("never" in pages)

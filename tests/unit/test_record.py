@@ -134,6 +134,7 @@ def test_a_new_record_names_the_machine() -> None:
     assert "gpu" not in made and made["cpu"] and made["cores"] >= 1
     assert set(made["versions"]) == {"python", "torch", "triton", "numpy", "splitkv", "driver", "cuda"}
     assert 0 < made["memory_free_bytes"] <= made["memory_total_bytes"]
+    assert made["memory_pages"] == machine.memory_pages()
 
 
 def test_json_is_valid_and_rounded() -> None:

@@ -223,7 +223,9 @@ def random_values(elements: int, dtype: torch.dtype, device: str, seed: str) -> 
     """
     import torch
 
-    out = torch.empty(elements, dtype=dtype, device=device)
+    from ..cache.allocation import empty
+
+    out = empty((elements,), dtype, device)
 
     def fill(block: int) -> None:
         part = out[block * _FILL_ELEMENTS : (block + 1) * _FILL_ELEMENTS]

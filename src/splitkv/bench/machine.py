@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import mmap
 import os
 import platform
 import re
@@ -19,6 +20,11 @@ from ..problem import MIB
 
 DEFAULT_CACHE_BYTES = 32 * MIB
 """Last-level cache assumed where the system names none."""
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+"""Linux' setting: "madvise" and "always" let a program have huge pages, "never" does not."""
+UNKNOWN_PAGES = "unknown"
+_SMAPS = Path("/proc/self/smaps_rollup")
+_TRIAL_BYTES = 16 * MIB
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem")
 
@@ -76,6 +82,38 @@ def host_memory_bytes() -> tuple[int, int]:
         return total // 2, total
 
 
+def memory_pages() -> str:
+    """The pages in which caches and weights come on a CPU, found out by trying, and the system's setting:
+    "2 MiB (madvise)", "4 KiB (never)"; without a setting on systems that have none."""
+    import torch
+
+    from ..cache.allocation import HUGE_PAGE_BYTES, empty
+
+    before = huge_page_bytes()
+    trial = empty((_TRIAL_BYTES,), torch.uint8, "cpu").fill_(1)
+    after = huge_page_bytes()
+    if before is None or after is None:
+        pages = UNKNOWN_PAGES
+    elif after - before > trial.nbytes // 2:
+        pages = f"{HUGE_PAGE_BYTES // MIB} MiB"
+    else:
+        pages = f"{mmap.PAGESIZE >> 10} KiB"
+    try:
+        setting = re.search(r"\[(\w+)\]", HUGE_PAGES.read_text())
+    except OSError:
+        setting = None
+    return f"{pages} ({setting[1]})" if setting else pages
+
+
+def huge_page_bytes() -> int | None:
+    """Of this process's memory, what lies in huge pages; None where the system does not say."""
+    try:
+        found = re.search(r"^AnonHugePages:\s+(\d+) kB$", _SMAPS.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
 def memory_bytes(device: str) -> tuple[int, int]:
     """(free, total) bytes of the memory that `device` ("cpu" or "cuda") allocates from."""
     if device == "cpu":
@@ -122,7 +160,7 @@ def describe(device: str) -> dict[str, Any]:
 
         facts["cpu"] = cpu_name()
         facts |= {"cores": usable_cores(), "threads": torch.get_num_threads(), "compute_capability": None}
-        facts |= {"sm_count": None, "clocks_mhz": None}
+        facts |= {"sm_count": None, "clocks_mhz": None, "memory_pages": memory_pages()}
     else:
         import torch
 

@@ -64,8 +64,10 @@ def _best(times_s: dict[str, list[float]], size: int) -> Bandwidth:
 def _cpu_bandwidth(size: int) -> Bandwidth:
     import torch
 
+    from ..cache.allocation import empty
+
     # Small integers stored as float32: no sweep meets a NaN or a denormal, which some adders slow down for.
-    data = torch.randint(1, 100, (size // 4,), dtype=torch.int32).to(torch.float32)
+    data = empty((size // 4,), torch.float32, "cpu").copy_(torch.randint(1, 100, (size // 4,), dtype=torch.int32))
     half, words = data.numel() // 2, data.view(torch.int64)
     variants: dict[str, Callable[[], Any]] = {
         "torch.sum float32": data.sum,

@@ -24,6 +24,7 @@ from ..checks import (
     dtype_list,
 )
 from ..device_checks import capturing, checks_wanted
+from .allocation import empty
 from .store import store
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -181,11 +182,12 @@ class KVCache:
     def _allocate(self, outer: int, tokens: int, *, heads_first: bool = False) -> tuple[Tensor, Tensor]:
         """K and V of [outer, tokens, num_kv_heads, dim]; what they hold before it is written never matters."""
         inner = (self.num_kv_heads, tokens) if heads_first else (tokens, self.num_kv_heads)
-        k_cache, v_cache = (
-            torch.empty((outer, *inner, dim), dtype=self.dtype, device=self.device)
-            for dim in (self.head_dim, self.v_head_dim)
-        )
+        k_cache, v_cache = (self._memory((outer, *inner, dim)) for dim in (self.head_dim, self.v_head_dim))
         return (k_cache.transpose(1, 2), v_cache.transpose(1, 2)) if heads_first else (k_cache, v_cache)
+
+    def _memory(self, shape: tuple[int, ...]) -> Tensor:
+        """Of the cache's dtype, on its device; in huge pages on a CPU."""
+        return empty(shape, self.dtype, self.device)
 
     def _divisor(self, name: str, scale: Tensor | float) -> Tensor | float:
         """As the append functions take it: a float, or a contiguous f32 per KV head."""

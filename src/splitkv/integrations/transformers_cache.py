@@ -76,7 +76,7 @@ class _Latents:
     """
 
     def _allocate(self: Any, outer: int, tokens: int, *, heads_first: bool = False) -> tuple[Tensor, Tensor]:
-        k_cache = torch.empty((outer, tokens, 1, self.head_dim), dtype=self.dtype, device=self.device)
+        k_cache = self._memory((outer, tokens, 1, self.head_dim))
         return k_cache, k_cache[..., : self.v_head_dim]
 
     @property

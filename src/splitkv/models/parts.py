@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..cache.allocation import empty
+
 
 @dataclass(frozen=True)
 class Part:
@@ -25,7 +27,7 @@ class Part:
 
 def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """An uninitialised weight; no gradients."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+    return nn.Parameter(empty(shape, dtype, device), requires_grad=False)
 
 
 FEW_ROWS = 4

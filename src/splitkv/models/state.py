@@ -9,6 +9,7 @@ from torch import Tensor
 
 from splitkv import ContiguousKVCache, DecodeAttention
 
+from ..cache.allocation import empty
 from ..problem import DecodeProblem
 from .config import DecoderConfig
 
@@ -38,7 +39,7 @@ class LatentKVCache(ContiguousKVCache):
     """
 
     def _allocate(self, outer: int, tokens: int, *, heads_first: bool = False) -> tuple[Tensor, Tensor]:
-        k_cache = torch.empty((outer, tokens, self.num_kv_heads, self.head_dim), dtype=self.dtype, device=self.device)
+        k_cache = self._memory((outer, tokens, self.num_kv_heads, self.head_dim))
         return k_cache, k_cache[..., : self.v_head_dim]
 
 
@@ -83,7 +84,7 @@ class DecodeState:
             elif (delta := config.delta) is not None:
                 sizes = (batch, delta.num_value_heads, delta.key_dim, delta.value_dim)
                 self.conv[layer] = torch.zeros((batch, delta.kernel, delta.channels), dtype=dtype, device=device)
-                self.memory[layer] = torch.zeros(sizes, dtype=torch.float32, device=device)
+                self.memory[layer] = empty(sizes, torch.float32, device).zero_()
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
         self._row_ids = torch.arange(batch, dtype=torch.int32, device=device)
 

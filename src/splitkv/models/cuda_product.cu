@@ -291,7 +291,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) product_kernel(con
             const char* x = shared.x + g * X_PITCH + (chunk * CHUNK + first) * 2;
             const char* weights = shared.stages[turn.stage] + g * W_PITCH + first * 2;
             wait(&shared.full[turn.stage], turn.phase);
-            __syncwarp();  // lanes may have come apart since the last products, which are the whole warp's
 #pragma unroll
             for (int at = 0; at < CHUNK; at += WARPS * 32) {
                 bool inside = WHOLE || at + first < columns;

@@ -27,9 +27,6 @@ TYPES = {torch.float16: 0, torch.bfloat16: 1}
 MOST_ROWS = 16
 WARPS, GROUP = 8, 8
 LEAST_STAGES = 3
-LEFT_BYTES = 30 << 10
-"""Of a multiprocessor's shared memory, for the small kernels between two products, which so begin early. Two products
-side by side were slower: their blocks are then not spread evenly."""
 LONG, PIECE, LONG_PIECE = 8192, 1024, 2048
 """Rows of weights longer than LONG columns come in pieces of LONG_PIECE columns at most, others of PIECE. A piece is
 one order to the copy engine: on an H200 pieces of 512 columns are 20 % slower, larger ones make too few stages."""
@@ -52,10 +49,9 @@ def layout(columns: int, rows: int, paired: bool, shared_memory_bytes: int) -> L
         pieces = -(-columns // piece)
         chunk = columns if pieces == 1 else _multiple(-(-columns // pieces), WARPS * 32)
         stage = GROUP * outputs * _multiple(2 * chunk, 128) + 2 * 8
-        for most in (shared_memory_bytes - LEFT_BYTES, shared_memory_bytes):
-            stages = (most - rest) // stage
-            if stages >= LEAST_STAGES:
-                return Layout(chunk, stages, rest + stages * stage)
+        stages = (shared_memory_bytes - rest) // stage
+        if stages >= LEAST_STAGES:
+            return Layout(chunk, stages, rest + stages * stage)
     return None
 
 
@@ -87,7 +83,7 @@ def product(
     to x's dtype after the norm or the factor. A row's result depends neither on other rows nor on their number.
     """
     device = _device(x.device.index)
-    kernel, blocks, shared_bytes = _kernel(
+    kernel, blocks = _kernel(
         device, x.device.index, x.shape[0], x.shape[1], out.shape[1], x.dtype, out.dtype,
         None if norm is None else norm[0].dtype, factor is not None, bias is not None, add, paired,
     )  # fmt: skip
@@ -96,7 +92,10 @@ def product(
     addresses = (0 if t is None else t.data_ptr() for t in (x, weight, bias, factor, out))
     params = PARAMS.pack(*addresses, x.stride(0) // 8, out.shape[1], 0.0 if norm is None else norm[1])
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    config = launch_config((blocks, 1, 1), 32 * (WARPS + 1), shared_bytes, stream, dependent_launch(x)[0])
+    # All shared memory, so that no other block finds room beside. Where a delta net's began early on a multiprocessor
+    # that also ran a product, single outputs of that product came out wrong (docs/lab-notes.md).
+    shared_bytes, dependent = device.shared_memory_bytes, dependent_launch(x)[0]
+    config = launch_config((blocks, 1, 1), 32 * (WARPS + 1), shared_bytes, stream, dependent)
     launch_once(x.device.index, config, kernel, params)
     return out
 
@@ -105,14 +104,14 @@ def product(
 def _kernel(
     device: DeviceSpec, index: int, rows: int, columns: int, size: int, dtype: torch.dtype, out_dtype: torch.dtype,
     norm_dtype: torch.dtype | None, factor: bool, bias: bool, add: bool, paired: bool,
-) -> tuple[object, int, int]:  # fmt: skip
-    """(the loaded kernel, its blocks, its shared bytes)."""
+) -> tuple[object, int]:  # fmt: skip
+    """(the loaded kernel, its blocks)."""
     place = layout(columns, rows, paired, device.shared_memory_bytes)
     if place is None:
         raise ValueError(f"x: expected rows that fit a multiprocessor's memory, got {rows} of {columns} columns")
     options = defines(place, columns, rows, dtype, out_dtype, norm_dtype, factor, bias, add, paired)
-    kernel = load_kernel(SOURCE, options, device.capability, index, place.shared_bytes)
-    return kernel, min(-(-size // GROUP), device.sm_count), place.shared_bytes
+    kernel = load_kernel(SOURCE, options, device.capability, index, device.shared_memory_bytes)
+    return kernel, min(-(-size // GROUP), device.sm_count)
 
 
 def defines(

@@ -11,7 +11,7 @@ from torch import Tensor
 from splitkv.models import cuda_product
 
 OPTIONS = ("plain", "norm", "norm_f32", "factor", "bias", "add", "paired", "logits")
-SIZES = [(4096, 1000), (12288, 256), (1000, 999), (896, 4864), (2560, 17), (8, 8), (5120, 160)]
+SIZES = [(4096, 9000), (12288, 256), (1000, 999), (896, 4864), (2560, 17), (8, 8), (5120, 160)]
 BF16, F16 = torch.bfloat16, torch.float16
 ROWS = [(1, BF16), (1, F16), (3, BF16), (8, F16), (13, BF16)]
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from splitkv.models import delta_kernels, place_kernels, product_kernels, step_kernels
+from splitkv.models import (
+    cuda_product,
+    delta_kernels,
+    place_kernels,
+    product_kernels,
+    sampling_kernels,
+    step_kernels,
+)
 from splitkv.models.config import DecoderConfig
 from splitkv.models.decoder import Decoder
 from splitkv.models.loop import DecodeLoop
@@ -39,7 +46,7 @@ def loop(decoder: Decoder, step: str, rows: int, graph: bool) -> DecodeLoop:
 
 def kernels_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on every kernel begins when the one before it has ended."""
-    for module in (delta_kernels, place_kernels, product_kernels, step_kernels):
+    for module in (cuda_product, delta_kernels, place_kernels, product_kernels, sampling_kernels, step_kernels):
         monkeypatch.setattr(module, "dependent_launch", lambda _: (False, {}))
 
 
@@ -71,11 +78,23 @@ def test_logits_are_those_of_torch(step: str, rows: int, decoder: Decoder) -> No
         assert (decoder.decode(given, ours.state) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
+@pytest.fixture(scope="module")
+def wide_decoder() -> Decoder:
+    """Products of so many weights that a block's stages are filled again and again."""
+    wide = {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 4, "num_attention_heads": 16}
+    wide |= {"num_key_value_heads": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    made = Decoder(DecoderConfig.from_config(SIZES | wide, "test"), torch.bfloat16, "cuda")
+    made.randomise(3)
+    return made
+
+
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("size", ["decoder", "wide_decoder"])
 def test_kernels_that_begin_early_read_nothing_too_early(
-    rows: int, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+    size: str, rows: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thirty steps of a graph whose kernels overlap equal thirty steps of kernels that wait for each other."""
+    decoder = request.getfixturevalue(size)
     graph, waiting = loop(decoder, "streamed", rows, graph=True), loop(decoder, "streamed", rows, graph=False)
     kernels_wait(monkeypatch)
     for _ in range(30):

@@ -146,10 +146,9 @@ def test_between_products(name: str, device: str, compiled: Callable[..., Usage]
     usage = compiled(device, step_kernels, name, LAUNCHES[name])
     # Cosines of large angles take a table on the stack, and no registers are spilled to it.
     assert usage.spilled_bytes <= (40 if name == "begin_kernel" else 0)
-    # No kernel of a step begins before the step before has ended; the others wait as late as they can.
+    # What a kernel reads before its wait may be another's of the step before: only one is still running then.
     if "griddepcontrol" in usage.ptx:
-        waits_first = usage.ptx.index("griddepcontrol.wait") < usage.ptx.index("griddepcontrol.launch_dependents")
-        assert waits_first is (name == "begin_kernel")
+        assert usage.ptx.index("griddepcontrol.wait") < usage.ptx.index("griddepcontrol.launch_dependents")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) product_kernel(con
     stage_x(p, norm, shared);
 
     Turn turn = {0, 0};
-    int buffer = 0;
+    int buffer = 0, read = -1;  // read: the stage before
 #pragma unroll 1
     for (int group = blockIdx.x; group * 8 < p.size; group += gridDim.x) {
         Output output(p, group);
@@ -291,6 +291,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) product_kernel(con
             const char* x = shared.x + g * X_PITCH + (chunk * CHUNK + first) * 2;
             const char* weights = shared.stages[turn.stage] + g * W_PITCH + first * 2;
             wait(&shared.full[turn.stage], turn.phase);
+            // Not sooner: loads from a stage are known to have ended only when its products have been issued, and new weights
+            // would overtake them where another block's loads hold them up.
+            if (lane == 0 && read >= 0) arrive(&shared.empty[read]);
+            read = turn.stage;
 #pragma unroll
             for (int at = 0; at < CHUNK; at += WARPS * 32) {
                 bool inside = WHOLE || at + first < columns;
@@ -305,7 +309,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) product_kernel(con
                 }
             }
             __syncwarp();
-            if (lane == 0) arrive(&shared.empty[turn.stage]);
             turn.next();
         }
 #pragma unroll

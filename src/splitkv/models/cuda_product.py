@@ -92,8 +92,8 @@ def product(
     addresses = (0 if t is None else t.data_ptr() for t in (x, weight, bias, factor, out))
     params = PARAMS.pack(*addresses, x.stride(0) // 8, out.shape[1], 0.0 if norm is None else norm[1])
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    # All shared memory, so that no other block finds room beside. Where a delta net's began early on a multiprocessor
-    # that also ran a product, single outputs of that product came out wrong (docs/lab-notes.md).
+    # All shared memory, even where the stages take less: a small kernel's blocks that began beside a product's held its
+    # loads up (docs/lab-notes.md).
     shared_bytes, dependent = device.shared_memory_bytes, dependent_launch(x)[0]
     config = launch_config((blocks, 1, 1), 32 * (WARPS + 1), shared_bytes, stream, dependent)
     launch_once(x.device.index, config, kernel, params)

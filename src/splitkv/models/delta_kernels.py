@@ -75,8 +75,8 @@ def delta_kernel(
     places = memory + (row * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
     is_state = is_key[:, None] & is_value[None, :]
 
-    # Before the wait: weights, and what no kernel of this step writes but this one. The step before has ended, for
-    # begin_kernel waits for that before it lets any kernel of this step begin. Past the L1 cache, which may be older.
+    # Before the wait: weights, and what only this kernel's launch of the step before has written (launching.py). Past
+    # the L1 cache, which may be older.
     weights_qk, slots_qk = taps(held, weight, of_qk, is_qk, channels, KERNEL)
     weights_vz, slots_vz = taps(held, weight, of_vz, is_v, channels, KERNEL)
     bias, log_rate = tl.load(dt_bias + head), tl.load(rate + head)

@@ -1,4 +1,8 @@
-"""What the launches of a decode step's kernels share."""
+"""What the launches of a decode step's kernels share.
+
+A kernel lets the next one begin when its own wait is over, never before. So while a kernel has not waited yet, only the
+one before it may still run, and it may read what all earlier ones wrote: the states of the step before among it.
+"""
 
 from __future__ import annotations
 

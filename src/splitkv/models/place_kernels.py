@@ -58,7 +58,7 @@ def place_kernel(
     from_k = projected + row * stride + heads_q * wide + (head + alone) * D
     to_q = (row * heads_q + mine) * D + d
 
-    # Before the wait: weights, and what no kernel of this step writes but this one (delta_kernel says more).
+    # Before the wait: weights, and what only this kernel's launch of the step before has written (launching.py).
     if NORM:
         q_weights = with_partners(q_weight + alone, is_column, d, pairs)
         k_weights = with_partners(k_weight + alone, is_column, d, pairs)

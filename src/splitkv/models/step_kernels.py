@@ -22,9 +22,6 @@ def begin_kernel(
     pair = tl.arange(0, BLOCK_PAIRS)
     frequency = tl.load(frequencies + pair, mask=pair < pairs, other=0)
     if PDL:
-        # In this order here alone: all kernels let the next begin before they wait themselves, and so one might begin
-        # in a row of many that have not ended. None does while a kernel of the step before runs: what only that one
-        # has written may be read without waiting.
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)

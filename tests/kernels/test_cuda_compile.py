@@ -15,6 +15,7 @@ from triton import knobs
 
 from splitkv import DecodeProblem, DeviceSpec, plan_decode
 from splitkv.backends import cuda_build, cuda_launch
+from splitkv.models import cuda_product
 from splitkv.problem import compiles_cuda
 
 if not compiles_cuda():
@@ -110,11 +111,51 @@ def test_a_kernel_that_does_not_compile_says_why() -> None:
 
 
 def test_arguments_have_the_size_that_the_kernels_expect() -> None:
-    source = Path(cuda_build.__file__).with_name("cuda_common.cuh").read_text()
+    for file, packed in (
+        ("backends/cuda_common.cuh", cuda_launch.PARAMS),
+        ("models/cuda_product.cu", cuda_product.PARAMS),
+    ):
+        assert packed.format == format_of((cuda_build.PACKAGE / file).read_text())
+
+
+def format_of(source: str) -> str:
+    """Of `struct Params`, for Python's struct."""
     fields = source[source.index("struct Params {") : source.index("};", source.index("struct Params {"))]
     counts = {"*": 0, "i64": 0, "int": 0, "float": 0}
     for line in fields.splitlines()[1:]:
-        names = line.strip().rstrip(";")
+        names = line.split(";")[0].strip()
         kind = "*" if "*" in names else names.split()[0]
         counts[kind] += names.count(",") + 1
-    assert cuda_launch.PARAMS.format == f"={counts['*']}q{counts['i64']}q{counts['int']}i{counts['float']}f"
+    floats = "f" if counts["float"] == 1 else f"{counts['float']}f"
+    return f"={counts['*']}q{counts['i64']}q{counts['int']}i{floats}"
+
+
+PRODUCTS = [(4096, False), (4096, True), (12_288, False), (1024, True), (896, True), (17_408, False), (1000, False)]
+
+
+@pytest.mark.parametrize("device_name", ["h200", "b200", "rtx5090", "gb10"])  # sm_90, 100, 120, 121
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_products_fit(rows: int, device_name: str, tmp_path: Path) -> None:
+    device = DeviceSpec.named(device_name)
+    for columns, paired in PRODUCTS:
+        place = cuda_product.layout(columns, rows, paired, device.shared_memory_bytes)
+        if place is None:
+            assert rows > 1 and rows * columns > 8000
+            continue
+        assert place.shared_bytes <= device.shared_memory_bytes and place.stages >= cuda_product.LEAST_STAGES
+        f16, bf16, norm = torch.float16, torch.bfloat16, torch.float32 if paired else None
+        dtype, add = (bf16 if paired else f16), not paired
+        options = cuda_product.defines(place, columns, rows, dtype, dtype, norm, False, False, add, paired)
+        registers, spilled = usage(cuda_build.compile_cubin(cuda_product.SOURCE, options, device.capability), tmp_path)
+        assert spilled == 0 and registers <= 112  # two blocks' worth
+
+
+@pytest.mark.parametrize("columns", [8, 896, 1000, 1024, 4096, 5120, 9216, 12_288, 17_408])
+def test_products_read_every_column_once(columns: int) -> None:
+    for rows, paired in itertools.product((1, 4, 16), (False, True)):
+        place = cuda_product.layout(columns, rows, paired, DeviceSpec.named("h200").shared_memory_bytes)
+        if place is not None:
+            pieces = -(-columns // place.chunk)
+            # The order of a row's sums follows from its columns alone: pieces begin at whole rounds of the warps.
+            assert pieces == 1 or place.chunk % (32 * cuda_product.WARPS) == 0
+            assert (pieces - 1) * place.chunk < columns and place.chunk * 2 % 16 == 0

@@ -21,7 +21,7 @@ from .launching import PDL_CAPABILITY, dependent_launch
 _device = cache(DeviceSpec.current)
 
 SOURCE = Source("product", ("backends/cuda_basics.cuh", "models/cuda_product.cu"))
-PARAMS = struct.Struct("=6qif")
+PARAMS = struct.Struct("=5q1q1if")
 """cuda_product.cu's Params, field by field."""
 TYPES = {torch.float16: 0, torch.bfloat16: 1}
 MOST_ROWS = 16
@@ -30,6 +30,8 @@ LEAST_STAGES = 3
 LONG, PIECE, LONG_PIECE = 8192, 1024, 2048
 """Rows of weights longer than LONG columns come in pieces of LONG_PIECE columns at most, others of PIECE. A piece is
 one order to the copy engine: on an H200 pieces of 512 columns are 20 % slower, larger ones make too few stages."""
+ROOMY = 128 << 10
+"""Shared memory of a block from which on pieces are never smaller."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ def layout(columns: int, rows: int, paired: bool, shared_memory_bytes: int) -> L
     """None where too many rows are too long for what a block may have of shared memory."""
     outputs = 2 if paired else 1
     rest = rows * (_multiple(2 * columns, 128) + 64 + 4 * WARPS + 2 * 4 * WARPS * outputs * GROUP)
-    for piece in (LONG_PIECE, PIECE) if columns > LONG else (PIECE,):
+    pieces_of = (LONG_PIECE, PIECE) if columns > LONG else (PIECE,)
+    for piece in pieces_of if shared_memory_bytes >= ROOMY else (*pieces_of, PIECE // 2):
         pieces = -(-columns // piece)
         chunk = columns if pieces == 1 else _multiple(-(-columns // pieces), WARPS * 32)
         stage = GROUP * outputs * _multiple(2 * chunk, 128) + 2 * 8

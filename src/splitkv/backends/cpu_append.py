@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FEW_ROWS = 4
+"""Up to this many, a copy per row is quicker than one scattered write: 25 us for 118 with one row, 38 for 105 with 4."""
 
 
 def append(
@@ -26,6 +28,14 @@ def append(
     """Arguments as in triton_append.append."""
     batch, page_size = seq_lens.shape[0], k_cache.shape[1]
     given, n = k.shape[:2]
+    if given <= FEW_ROWS and rows is None and lens is None and block_table is None and bounds is None:
+        starts = seq_lens.tolist()
+        if all(0 <= start <= page_size - n for start in starts):  # a decode step: every token has its place
+            for tensor, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+                for tokens, held, start in zip(to_storage(tensor, scale, cache.dtype), cache, starts, strict=True):
+                    held[start : start + n] = tokens
+            seq_lens += n
+            return
     row = torch.arange(given) if rows is None else rows.long()
     is_row = (row >= 0) & (row < batch)
     source = is_row.nonzero().flatten()

@@ -43,6 +43,8 @@ from .tuning import Schedule, lookup
 CUDA_WAVES, UNEVEN_SHARE_BYTES = 4, 768 * KIB
 """Loaded launches of backend cuda have so many blocks for each that the GPU holds (cuda_load.cuh, Share). They work
 where rows differ and a block's share of K and V is this much: below, their starts cost more than they even out."""
+CPU_TILE_KEYS = 64
+"""TILE_KEYS of cpu_scores.h."""
 LEAST_RUN_KEYS = 64
 """Of any run on backend cuda, whose kernels round keys per run down: so they make 1/64 more units at most."""
 MERGE_COLUMNS, MERGE_TASKS_PER_SM = 64, 2
@@ -278,7 +280,7 @@ def _schedule(
     on_cuda: bool,
     schedule: Schedule,
 ) -> tuple[int, int]:
-    """(max_run, target_units). Runs pay only under load, and on Triton need tiles that end where splits end."""
+    """(max_run, target_units). Runs pay only under load. Elsewhere than on backend cuda splits must be whole tiles."""
     heads = 1 if device.is_cpu else problem.num_kv_heads
     sm_count = max(device.sm_count, 1)
     target_units = ceil_div(schedule.units_per_sm * sm_count, heads)
@@ -286,8 +288,11 @@ def _schedule(
         return 1, target_units
     if on_cuda:
         return min(cuda_splits_per_block(tile, problem), schedule.max_run), target_units
-    most = 1 if rule.quantum % tile.block_n else most_splits_per_block(tile, problem)
-    return min(most, schedule.max_run), target_units
+    if rule.quantum % (CPU_TILE_KEYS if device.is_cpu else tile.block_n):
+        return 1, target_units
+    if device.is_cpu:
+        return schedule.max_run, target_units
+    return min(most_splits_per_block(tile, problem), schedule.max_run), target_units
 
 
 def _max_units(batch: int, max_splits: int, max_run: int, target_units: int) -> int:

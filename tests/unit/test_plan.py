@@ -16,7 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import splitkv.plan as plan_module
-from splitkv.plan import DecodePlan, plan_decode, workspace_bytes
+from splitkv.plan import CPU_TILE_KEYS, DecodePlan, plan_decode, workspace_bytes
 from splitkv.policy import SplitPolicy, workspace_slots
 from splitkv.problem import DTYPE_BYTES, KNOWN_DEVICES, DecodeProblem, DeviceSpec
 from splitkv.tiles import compute_dtype
@@ -257,7 +257,7 @@ def test_runs_need_tiles_that_end_where_splits_end(case: Case) -> None:
     if plan.max_run > 1 and plan.backend != "cuda":
         assert case.asked.batch * plan.max_splits > plan.target_units
         assert case.policy.kind == "auto"
-        assert plan.rule.quantum % plan.tile.block_n == 0
+        assert plan.rule.quantum % (CPU_TILE_KEYS if plan.device.is_cpu else plan.tile.block_n) == 0
         assert plan.rule.min_len % plan.rule.quantum == 0
 
 

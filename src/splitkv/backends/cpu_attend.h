@@ -6,7 +6,7 @@
 #include "cpu_tree.h"
 
 #define MOST_HEADS 64           /* KV heads of a task */
-#define BLOCK_BYTES (128 << 10) /* of K or V of all heads at a time, if a few keys are no more: see keys_per_block */
+#define BLOCK_BYTES (256 << 10) /* of K or V of all heads at a time, if a few keys are no more: see keys_per_block */
 
 /* What all threads share. */
 struct job {

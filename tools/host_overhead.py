@@ -102,7 +102,7 @@ def measure() -> dict[str, float]:
 def driver_calls(prepared: CudaLaunch) -> Callable[[], Any]:
     """What a prepared launch asks of the driver, and nothing else."""
     (free,) = prepared._free.values()
-    launch, kernels, arguments = free[-1]._launch, free[-1]._kernels, free[-1]._address
+    launch, kernels, arguments = launch_function(), free[-1]._kernels, free[-1]._address
 
     def call() -> None:
         for config, function in kernels:

@@ -101,6 +101,8 @@ def measure() -> dict[str, float]:
 
 def driver_calls(prepared: CudaLaunch) -> Callable[[], Any]:
     """What a prepared launch asks of the driver, and nothing else."""
+    from splitkv.backends.cuda_driver import launch_function
+
     (free,) = prepared._free.values()
     launch, kernels, arguments = launch_function(), free[-1]._kernels, free[-1]._address
 

@@ -126,8 +126,7 @@ def format_of(source: str) -> str:
         names = line.split(";")[0].strip()
         kind = "*" if "*" in names else names.split()[0]
         counts[kind] += names.count(",") + 1
-    floats = "f" if counts["float"] == 1 else f"{counts['float']}f"
-    return f"={counts['*']}q{counts['i64']}q{counts['int']}i{floats}"
+    return f"={counts['*']}q{counts['i64']}q{counts['int']}i{counts['float']}f"
 
 
 PRODUCTS = [(4096, False), (4096, True), (12_288, False), (1024, True), (896, True), (17_408, False), (1000, False)]
@@ -145,8 +144,9 @@ def test_products_fit(rows: int, device_name: str, tmp_path: Path) -> None:
         assert place.shared_bytes <= device.shared_memory_bytes and place.stages >= cuda_product.LEAST_STAGES
         f16, bf16, norm = torch.float16, torch.bfloat16, torch.float32 if paired else None
         dtype, add = (bf16 if paired else f16), not paired
-        options = cuda_product.defines(place, columns, rows, dtype, dtype, norm, False, False, add, paired)
-        registers, spilled = usage(cuda_build.compile_cubin(cuda_product.SOURCE, options, device.capability), tmp_path)
+        variant = cuda_product.Variant(columns, rows, dtype, dtype, norm, add=add, paired=paired)
+        cubin = cuda_build.compile_cubin(cuda_product.SOURCE, variant.defines(place), device.capability)
+        registers, spilled = usage(cubin, tmp_path)
         assert spilled == 0 and registers <= 112  # two blocks' worth
 
 

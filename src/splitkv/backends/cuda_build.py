@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from ..whole_file import whole_file
 from .cache_files import cache_directory
 from .cuda_driver import checked, take_context
@@ -23,6 +25,8 @@ class Source(NamedTuple):
 
 
 PACKAGE = Path(__file__).parents[1]
+TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3, torch.float32: 4}
+"""Dtypes as cuda_basics.cuh numbers them."""
 OPTIONS = ("--std=c++17", "-fmad=false", "-default-device")
 
 Defines = tuple[tuple[str, int], ...]

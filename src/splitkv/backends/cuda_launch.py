@@ -12,21 +12,16 @@ from torch import Tensor
 from ..plan import DecodePlan
 from ..tiles import cuda_shared
 from . import TENSORS
-from .cuda_build import Defines, Source, load_kernel
+from .cuda_build import TYPES, Defines, Source, load_kernel
 from .cuda_driver import Launches, launch_config
 from .launching import addresses_of, steps
 
-SPLIT, MERGE = (
-    Source(name, tuple(f"backends/cuda_{file}" for file in files))
-    for name, files in (
-        ("split", ("basics.cuh", "common.cuh", "shape.cuh", "load.cuh", "tile.cuh", "split.cu")),
-        ("merge", ("basics.cuh", "common.cuh", "merge.cu")),
-    )
-)
+_SHARED = ("backends/cuda_basics.cuh", "backends/cuda_common.cuh")
+_SPLIT = ("backends/cuda_shape.cuh", "backends/cuda_load.cuh", "backends/cuda_tile.cuh", "backends/cuda_split.cu")
+SPLIT, MERGE = Source("split", _SHARED + _SPLIT), Source("merge", (*_SHARED, "backends/cuda_merge.cu"))
 PARAMS = struct.Struct("=14q22q17i3f")
 """cuda_common.cuh's Params, field by field."""
 LENGTH_AT = struct.calcsize("=14q22q")
-TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3, torch.float32: 4}
 BOOL_MASK, NO_MASK = 5, 6
 MERGE_WARPS_TOGETHER, MERGE_WARPS = 16, 8
 """Of one merge task, and of eight: cuda_merge.cu."""

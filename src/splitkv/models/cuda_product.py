@@ -9,21 +9,21 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..backends.cuda_build import Defines, Source, load_kernel
+from ..backends.cuda_build import TYPES, Defines, Kernel, Source, load_kernel
 from ..backends.cuda_driver import launch_config, launch_once
+from ..policy import ceil_div
 from ..problem import DeviceSpec
 from .launching import PDL_CAPABILITY, dependent_launch
 
-_device = cache(DeviceSpec.current)
-
 SOURCE = Source("product", ("backends/cuda_basics.cuh", "models/cuda_product.cu"))
-PARAMS = struct.Struct("=5q1q1if")
+PARAMS = struct.Struct("=5q1q1i1f")
 """cuda_product.cu's Params, field by field."""
-TYPES = {torch.float16: 0, torch.bfloat16: 1}
+DTYPES = (torch.float16, torch.bfloat16)
 MOST_ROWS = 16
 WARPS, GROUP = 8, 8
 LEAST_STAGES = 3
@@ -43,14 +43,47 @@ class Layout:
     shared_bytes: int
 
 
+class Variant(NamedTuple):
+    """What one compiled kernel is for. norm_dtype: of the norm's weights, None without a norm; the rest as of
+    `product`."""
+
+    columns: int
+    rows: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    norm_dtype: torch.dtype | None = None
+    factor: bool = False
+    bias: bool = False
+    add: bool = False
+    paired: bool = False
+
+    def defines(self, place: Layout) -> Defines:
+        return (
+            ("TYPE", TYPES[self.dtype]),
+            ("COLUMNS", self.columns),
+            ("ROWS", self.rows),
+            ("CHUNK", place.chunk),
+            ("STAGES", place.stages),
+            ("SHARED_BYTES", place.shared_bytes),
+            ("NORM", int(self.norm_dtype is not None)),
+            ("NORM_F32", int(self.norm_dtype == torch.float32)),
+            ("FACTOR", int(self.factor)),
+            ("BIAS", int(self.bias)),
+            ("ADD", int(self.add)),
+            ("PAIRED", int(self.paired)),
+            ("OUT_F32", int(self.out_dtype == torch.float32)),
+        )
+
+
+@cache
 def layout(columns: int, rows: int, paired: bool, shared_memory_bytes: int) -> Layout | None:
     """None where too many rows are too long for what a block may have of shared memory."""
     outputs = 2 if paired else 1
     rest = rows * (_multiple(2 * columns, 128) + 64 + 4 * WARPS + 2 * 4 * WARPS * outputs * GROUP)
     pieces_of = (LONG_PIECE, PIECE) if columns > LONG else (PIECE,)
     for piece in pieces_of if shared_memory_bytes >= ROOMY else (*pieces_of, PIECE // 2):
-        pieces = -(-columns // piece)
-        chunk = columns if pieces == 1 else _multiple(-(-columns // pieces), WARPS * 32)
+        pieces = ceil_div(columns, piece)
+        chunk = columns if pieces == 1 else _multiple(ceil_div(columns, pieces), WARPS * 32)
         stage = GROUP * outputs * _multiple(2 * chunk, 128) + 2 * 8
         stages = (shared_memory_bytes - rest) // stage
         if stages >= LEAST_STAGES:
@@ -60,7 +93,7 @@ def layout(columns: int, rows: int, paired: bool, shared_memory_bytes: int) -> L
 
 def takes(x: Tensor, weight: Tensor, paired: bool = False) -> bool:
     """Whether `product` takes x [rows, columns] and a weight; other devices and dtypes, and more rows, are others'."""
-    if x.dtype not in TYPES or not x.is_cuda or x.shape[0] > MOST_ROWS:
+    if x.dtype not in DTYPES or not x.is_cuda or x.shape[0] > MOST_ROWS:
         return False
     device = _device(x.device.index)
     aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 == x.shape[1] % 8
@@ -85,59 +118,37 @@ def product(
     x, factor: [rows, columns], f16 or bf16; out: [rows, size] of the same dtype or f32. What is multiplied is rounded
     to x's dtype after the norm or the factor. A row's result depends neither on other rows nor on their number.
     """
-    device = _device(x.device.index)
-    kernel, blocks = _kernel(
-        device, x.device.index, x.shape[0], x.shape[1], out.shape[1], x.dtype, out.dtype,
-        None if norm is None else norm[0].dtype, factor is not None, bias is not None, add, paired,
-    )  # fmt: skip
+    index, size = x.device.index, out.shape[1]
+    norm_dtype = None if norm is None else norm[0].dtype
+    options = (norm_dtype, factor is not None, bias is not None, add, paired)
+    kernel = _kernel(index, Variant(x.shape[1], x.shape[0], x.dtype, out.dtype, *options))
     if norm is not None:
         factor = norm[0]
     addresses = (0 if t is None else t.data_ptr() for t in (x, weight, bias, factor, out))
-    params = PARAMS.pack(*addresses, x.stride(0) // 8, out.shape[1], 0.0 if norm is None else norm[1])
-    stream = torch.cuda.current_stream(x.device).cuda_stream
+    params = PARAMS.pack(*addresses, x.stride(0) // 8, size, 0.0 if norm is None else norm[1])
+    device, stream = _device(index), torch.cuda.current_stream(x.device).cuda_stream
     # All shared memory, even where the stages take less: a small kernel's blocks that began beside a product's held its
     # loads up (docs/lab-notes.md).
     shared_bytes, dependent = device.shared_memory_bytes, dependent_launch(x)[0]
-    config = launch_config((blocks, 1, 1), 32 * (WARPS + 1), shared_bytes, stream, dependent)
-    launch_once(x.device.index, config, kernel, params)
+    grid = (min(ceil_div(size, GROUP), device.sm_count), 1, 1)
+    launch_once(index, launch_config(grid, 32 * (WARPS + 1), shared_bytes, stream, dependent), kernel, params)
     return out
 
 
 @cache
-def _kernel(
-    device: DeviceSpec, index: int, rows: int, columns: int, size: int, dtype: torch.dtype, out_dtype: torch.dtype,
-    norm_dtype: torch.dtype | None, factor: bool, bias: bool, add: bool, paired: bool,
-) -> tuple[object, int]:  # fmt: skip
-    """(the loaded kernel, its blocks)."""
-    place = layout(columns, rows, paired, device.shared_memory_bytes)
+def _kernel(index: int, variant: Variant) -> Kernel:
+    """Loaded on the device `index`, with room for all its shared memory."""
+    device = _device(index)
+    place = layout(variant.columns, variant.rows, variant.paired, device.shared_memory_bytes)
     if place is None:
-        raise ValueError(f"x: expected rows that fit a multiprocessor's memory, got {rows} of {columns} columns")
-    options = defines(place, columns, rows, dtype, out_dtype, norm_dtype, factor, bias, add, paired)
-    kernel = load_kernel(SOURCE, options, device.capability, index, device.shared_memory_bytes)
-    return kernel, min(-(-size // GROUP), device.sm_count)
+        raise ValueError(
+            f"x: expected rows that fit a multiprocessor's memory, got {variant.rows} of {variant.columns} columns"
+        )
+    return load_kernel(SOURCE, variant.defines(place), device.capability, index, device.shared_memory_bytes)
 
 
-def defines(
-    place: Layout, columns: int, rows: int, dtype: torch.dtype, out_dtype: torch.dtype,
-    norm_dtype: torch.dtype | None, factor: bool, bias: bool, add: bool, paired: bool,
-) -> Defines:  # fmt: skip
-    """What one variant of the kernel is compiled with."""
-    return (
-        ("TYPE", TYPES[dtype]),
-        ("COLUMNS", columns),
-        ("ROWS", rows),
-        ("CHUNK", place.chunk),
-        ("STAGES", place.stages),
-        ("SHARED_BYTES", place.shared_bytes),
-        ("NORM", int(norm_dtype is not None)),
-        ("NORM_F32", int(norm_dtype == torch.float32)),
-        ("FACTOR", int(factor)),
-        ("BIAS", int(bias)),
-        ("ADD", int(add)),
-        ("PAIRED", int(paired)),
-        ("OUT_F32", int(out_dtype == torch.float32)),
-    )
+_device = cache(DeviceSpec.current)
 
 
 def _multiple(number: int, of: int) -> int:
-    return -(-number // of) * of
+    return ceil_div(number, of) * of

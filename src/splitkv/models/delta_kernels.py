@@ -10,10 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .config import DeltaNet
-from .launching import dependent_launch
+from .launching import dependent_launch, take_turn
 
 
 @triton.jit
@@ -82,9 +81,7 @@ def delta_kernel(
     bias, log_rate = tl.load(dt_bias + head), tl.load(rate + head)
     norms = tl.load(norm + j, mask=is_value, other=0)
     state = tl.load(places, mask=is_state, other=0, cache_modifier=".cg")
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     # One trip to the L2 cache: no address here depends on what another load brings. They are volatile, or the assembler
     # moves those that are used last down, behind the arrival of the first.
     inputs = projected + row * stride

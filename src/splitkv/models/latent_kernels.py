@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from ..backends.triton_append import FP8_FORMATS, NO_FP8, to_storage
 from ..cache.contiguous import ContiguousKVCache
 from .config import Latent
-from .launching import dependent_launch
+from .launching import dependent_launch, take_turn
 
 TILE = 8192
 """Elements of W_k or W_v that a block of four warps holds: 64 in each thread."""
@@ -95,9 +95,7 @@ def values_kernel(
     r = tl.arange(0, BLOCK_RANK)
     mask = (v < V)[:, None] & (r < RANK)[None, :]
     w_v = tl.load(kv_b + (head * (NOPE + V) + NOPE + v)[:, None] * RANK + r[None, :], mask=mask, other=0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     for row in range(rows):
         at = tl.cast(row, tl.int64) * HEADS + head
         given = tl.load(attended + at * RANK + r, mask=r < RANK, other=0).to(tl.float32)

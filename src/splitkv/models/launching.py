@@ -10,7 +10,10 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 PDL_CAPABILITY = (9, 0)
 
@@ -26,3 +29,12 @@ def dependent_launch(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
     if not tensor.is_cuda or _capability(tensor.device.index) < PDL_CAPABILITY:
         return False, {}
     return True, {"launch_pdl": True}
+
+
+@triton.jit
+def take_turn(PDL: tl.constexpr) -> None:
+    """Wait until the kernel before has ended, and let the next one begin. PDL: of dependent_launch; without, there is
+    nothing to wait for. A kernel before attention waits only: attention may read lengths at once."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()

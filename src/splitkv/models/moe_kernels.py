@@ -10,10 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .config import Experts
-from .launching import dependent_launch
+from .launching import dependent_launch, take_turn
 
 ROUTER_ROWS, UP_ROWS, DOWN_ROWS = 4, 8, 8
 """Rows of a weight that one program multiplies."""
@@ -28,9 +27,7 @@ def router_kernel(
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tokens, blocks of experts). logits = weight x in f32. NORM: of x / rms(x) * norm."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -56,9 +53,7 @@ def choose_kernel(
     SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tokens,). The experts of a token and their weights, the shared ones last."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
     rows: tl.constexpr = COUNT + GATED
     e = tl.arange(0, BLOCK)
@@ -104,9 +99,7 @@ def gate_up_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tokens * EACH, blocks of columns). made = silu(gate x) * (up x) by one expert; NORM as above."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     pair = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids + pair).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -138,9 +131,7 @@ def down_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tokens, blocks of columns). out = the sum over experts of weights * (down made); ADD: out += that sum."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)

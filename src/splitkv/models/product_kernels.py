@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launching import dependent_launch
+from .launching import dependent_launch, take_turn
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,7 @@ def vector_kernel(
         tile2 = tile
         if PAIRED:
             tile2 = load_tile(rows2, is_row, k, columns)
-        if PDL:  # what came before was about the weights alone
-            gdc_wait()
-            gdc_launch_dependents()
+        take_turn(PDL)  # what came before was about the weights alone
         for start in range(0, columns, BLOCK_K):
             at = start + k
             values, squares = load_input(x, factor, at, columns, squares, NORM, FACTOR)
@@ -99,9 +96,7 @@ def vector_kernel(
             total += tile.to(tl.float32) * values[None, :]
             tile, tile2 = after, after2
     else:
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
+        take_turn(PDL)
         for start in tl.range(0, columns, BLOCK_K, num_stages=STAGES):
             at = start + k
             tile = load_tile(rows, is_row, at, columns)

@@ -6,10 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..backends.launching import on_device
-from .launching import dependent_launch
+from .launching import dependent_launch, take_turn
 
 BLOCK = 2048
 
@@ -25,9 +24,7 @@ def largest(values, places):
 @triton.jit
 def blocks_kernel(logits, tops, places, stride, size, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid: (blocks, rows). The largest of each block of logits."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + row * stride + i, mask=i < size, other=float("-inf"))
@@ -39,9 +36,7 @@ def blocks_kernel(logits, tops, places, stride, size, blocks, BLOCK: tl.constexp
 @triton.jit
 def rows_kernel(tops, places, out, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid: (rows,). The largest of a row's blocks."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     values = tl.load(tops + row * blocks + i, mask=i < blocks, other=float("-inf"))

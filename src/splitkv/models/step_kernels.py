@@ -6,9 +6,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launching import dependent_launch
+from .launching import dependent_launch, take_turn
 
 BLOCK = 1024
 
@@ -21,9 +20,7 @@ def begin_kernel(
     """Grid: (blocks of `hidden`, rows). Rows of the embedding, and by the first block the position and its rotation."""
     pair = tl.arange(0, BLOCK_PAIRS)
     frequency = tl.load(frequencies + pair, mask=pair < pairs, other=0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_first = tl.program_id(0) == 0
@@ -44,9 +41,7 @@ def begin_kernel(
 @triton.jit
 def norm_kernel(x, weight, out, x_stride, hidden, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid: (rows,). out = x / rms(x) * weight."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     values = tl.load(x + row * x_stride + i, mask=i < hidden, other=0).to(tl.float32)
@@ -58,9 +53,7 @@ def norm_kernel(x, weight, out, x_stride, hidden, eps, BLOCK: tl.constexpr, PDL:
 @triton.jit
 def swiglu_kernel(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid: (blocks of `size`, rows). out = silu(first half) * second half."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * size + i, mask=i < size, other=0).to(tl.float32)

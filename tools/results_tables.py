@@ -7,7 +7,6 @@ anything. No figure is written by hand.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,10 +76,9 @@ def line(row: dict[str, Any]) -> str:
 def source(record: dict[str, Any], name: str, folder: str = H200) -> str:
     dirty = ", uncommitted changes in it" if record["dirty"] else ""
     file, machine = f"results/{folder}/{name}.json", record.get("gpu") or record["cpu"]
-    command = re.sub(r"--out \S*/", "--out ", record["command"])  # where it lay on that machine helps nobody
     return (
         f"{machine}, read bandwidth {record['read_bandwidth_tb_s']:.3g} TB/s in the same run; commit "
-        f"`{record['commit'][:12]}`{dirty}; [{file}](LINK/{file}); made by `{command}`."
+        f"`{record['commit'][:12]}`{dirty}; [{file}](LINK/{file}); made by `{record['command']}`."
     )
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from splitkv.plan import CPU_TILE_KEYS
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "splitkv"
 PYTHON = sorted(PACKAGE.rglob("*.py"))
@@ -40,3 +42,16 @@ def test_no_assert_statement(path: Path) -> None:
 def test_at_most_four_environment_variables() -> None:
     text = "\n".join(path.read_text() for path in PYTHON)
     assert set(re.findall(r"""["'](SPLITKV_[A-Z_]+)["']""", text)) <= ENVIRONMENT
+
+
+RESULTS = sorted((ROOT / "results").rglob("*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=relative)
+def test_results_name_no_folder_of_the_machine_that_made_them(path: Path) -> None:
+    assert not re.findall(r"/(?:root|tmp|work|home)/[^\s\"]*", path.read_text())
+
+
+def test_constants_that_the_plan_shares_with_the_c_kernel() -> None:
+    header = (PACKAGE / "backends" / "cpu_scores.h").read_text()
+    assert re.findall(r"^#define TILE_KEYS (\d+)", header, re.MULTILINE) == [str(CPU_TILE_KEYS)]

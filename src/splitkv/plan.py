@@ -47,9 +47,9 @@ CPU_TILE_KEYS = 64
 """TILE_KEYS of cpu_scores.h."""
 LEAST_RUN_KEYS = 64
 """Of any run on backend cuda, whose kernels round keys per run down: so they make 1/64 more units at most."""
-MERGE_COLUMNS, MERGE_TASKS_PER_SM = 64, 2
-"""Columns of one query vector that a merge task joins (backend cuda, cuda_merge.cu), and tasks per SM up to which the
-sixteen warps of a block share one: two such blocks fit an SM."""
+MERGE_TASKS_PER_SM, MERGE_TEAM_TASKS_PER_SM = 2, 8
+"""Merge tasks per SM (backend cuda) up to which the warps that share one ask for all parts of a row at once, and up to
+which four share one. More tasks have a warp each."""
 
 
 @dataclass(frozen=True)
@@ -135,15 +135,25 @@ class DecodePlan:
         return self.max_splits > 1
 
     @property
-    def merge_tasks(self) -> int:
-        """What the merge of backend cuda is cut into: MERGE_COLUMNS columns of one query vector each."""
-        vectors = self.problem.batch * self.problem.num_q_heads * self.problem.q_len
-        return vectors * ceil_div(self.problem.v_head_dim, MERGE_COLUMNS)
+    def merge_columns(self) -> int:
+        """Columns of one query vector that make a task of backend cuda's merge: fewer where tasks are few."""
+        few = self._merge_tasks(64) <= MERGE_TASKS_PER_SM * self.device.sm_count
+        return 64 if few or self.problem.v_head_dim <= 64 else 128
 
     @property
-    def merges_together(self) -> bool:
-        """Whether a block's warps share one merge task: where tasks are too few to give every warp one."""
-        return self.merge_tasks <= MERGE_TASKS_PER_SM * self.device.sm_count
+    def merge_tasks(self) -> int:
+        return self._merge_tasks(self.merge_columns)
+
+    def _merge_tasks(self, columns: int) -> int:
+        vectors = self.problem.batch * self.problem.num_q_heads * self.problem.q_len
+        return vectors * ceil_div(self.problem.v_head_dim, columns)
+
+    @property
+    def merge_team(self) -> int:
+        """Warps that share a merge task and take four parts each at a time: 16, 8 or 4; or 1, which takes eight."""
+        if self.merge_tasks <= MERGE_TASKS_PER_SM * self.device.sm_count:
+            return 16 if self.max_splits > 32 else 8 if self.max_splits > 16 else 4
+        return 4 if self.merge_tasks <= MERGE_TEAM_TASKS_PER_SM * self.device.sm_count else 1
 
     @property
     def workspace_bytes(self) -> int:

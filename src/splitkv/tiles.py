@@ -166,10 +166,10 @@ def cuda_tile(problem: DecodeProblem, rows: int, device: DeviceSpec) -> TileConf
 
 
 def cuda_splits_per_block(tile: TileConfig, problem: DecodeProblem) -> int:
-    """As most_splits_per_block: sixteen keep one more part in registers than four, for which fp8 at large heads and two
-    tiles of columns have no room."""
+    """As most_splits_per_block: sixteen keep one more part in registers than four, for which fp8 at large heads has no
+    room."""
     wide = problem.kv_dtype.startswith("fp8") and max(problem.head_dim, problem.v_head_dim) > 128
-    return 4 if wide or tile.block_m > CUDA_COLUMNS else 16
+    return 4 if wide else 16
 
 
 def cuda_warp_keys(problem: DecodeProblem) -> int:

@@ -110,7 +110,7 @@ def test_the_driver_is_given_both_kernels(device: DeviceSpec, batch: int, fake: 
     assert tuple(split.grid) == plan.grid and tuple(split.block) == (32 * plan.tile.num_warps, 1, 1)
     assert split.shared_bytes == launch._shared_bytes > 0 and merge.shared_bytes == 0
     assert tuple(merge.grid) == launch._merge_grid and tuple(merge.block)[1:] == (1, 1)
-    assert merge.block[0] == 32 * (16 if plan.merges_together else 8)
+    assert merge.block[0] == 32 * (plan.merge_team if plan.merge_team > 1 else 8)
     assert (split.function, merge.function) == (1, 2)
     dependent = (1, PROGRAMMATIC, 1) if device.capability >= (9, 0) else (0, 0, 0)
     for kernel in (split, merge):

@@ -108,22 +108,28 @@ struct Work {
 
 __device__ __forceinline__ int cost_of(int keys) { return (int)(((u32)keys + COST_KEYS - 1) / COST_KEYS) + 1; }
 
+// Of what the kernel before may still write nothing may stay in the L1 cache when it is read `early`.
+template <typename T>
+__device__ __forceinline__ T read_now(const T* from, bool early) {
+    return early ? __ldcg(from) : *from;
+}
+
 // A row of the batch: [lo, hi), the keys that any of its queries may see, and what they are cut into.
 struct Row {
     int lo, hi;
     Cut cut;
 
-    __device__ __forceinline__ void read(const Params& p, int row) {
+    __device__ __forceinline__ void read(const Params& p, int row, bool early) {
         Len len = p.uniform_len;
-        if (p.seq_lens) len = ((const Len*)p.seq_lens)[row];
+        if (p.seq_lens) len = read_now((const Len*)p.seq_lens + row, early);
         hi = (int)min(max(len, (Len)0), (Len)p.capacity);
-        lo = p.starts ? max(p.starts[row], 0) : 0;
+        lo = p.starts ? max(read_now(p.starts + row, early), 0) : 0;
         if (p.window > 0) lo = max(lo, hi - (p.q_len - 1) - p.window);
         lo = min(lo, hi);
     }
 
     __device__ __forceinline__ void read_and_cut(const Params& p, int row, int run_keys) {
-        read(p, row);
+        read(p, row, false);
         cut.make_splits(p, span());
         cut.make_units(span(), run_keys);
     }
@@ -141,15 +147,16 @@ struct Load {
     Row row;      // of the first 32, one per lane; the last again where the batch has fewer
     float total;  // keys
     bool alike;   // all rows have as many keys
-    int run_keys;
+    int run_keys = 0;
 
-    __device__ __forceinline__ explicit Load(const Params& p) {
+    // early: before the kernel in front has ended, for up to 32 rows.
+    __device__ __forceinline__ Load(const Params& p, bool early) {
         u32 low = 0, high = 0;  // a sum in halves: exact, and each fits
         int longest = 0, shortest = INT_MAX;
 #pragma unroll 2  // so that two reads are on their way
         for (int base = (p.batch - 1) & ~31; base >= 0; base -= 32) {  // ends at the first rows
             int at = base + (threadIdx.x & 31);
-            row.read(p, min(at, p.batch - 1));
+            row.read(p, min(at, p.batch - 1), early);
             u32 keys = at < p.batch ? row.span() : 0;
             low += keys & 0xffff;
             high += keys >> 16;
@@ -166,6 +173,13 @@ struct Load {
         }
     }
 
+    // Whether an early guess was right, for up to 32 rows.
+    __device__ __forceinline__ bool still_right(const Params& p) const {
+        Row now;
+        now.read(p, min((int)(threadIdx.x & 31), p.batch - 1), false);
+        return __all_sync(~0u, now.lo == row.lo && now.hi == row.hi);
+    }
+
     // Whether the blocks that the GPU holds at once are enough: rows are alike or work is too little to be worth more starts.
     __device__ __forceinline__ bool even(const Params& p) const {
         return MAX_RUN == 1 || alike || total < (float)p.blocks * UNEVEN_KEYS;
@@ -175,7 +189,6 @@ struct Load {
     // are all alike take whole runs wherever smaller units would not even out the blocks' shares.
     __device__ __forceinline__ void settle(const Params& p) {
         row.cut.make_splits(p, row.span());
-        run_keys = 0;
         if (MAX_RUN > 1) {
             run_keys = max((int)fminf(quotient(total, p.target_units), 1e9f), LEAST_RUN_KEYS);
             if (alike) {  // even lanes try whole runs, odd ones single splits: keys of the block that has most

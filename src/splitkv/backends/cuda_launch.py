@@ -23,8 +23,8 @@ PARAMS = struct.Struct("=14q22q17i3f")
 """cuda_common.cuh's Params, field by field."""
 LENGTH_AT = struct.calcsize("=14q22q")
 BOOL_MASK, NO_MASK = 5, 6
-MERGE_WARPS_TOGETHER, MERGE_WARPS = 16, 8
-"""Of one merge task, and of eight: cuda_merge.cu."""
+MERGE_WARPS = 8
+"""Of a merge block whose warps have a task each: cuda_merge.cu."""
 INT32_MAX = 2**31 - 1
 """Lengths and capacities are 32-bit in the kernels: keys past this one are none that memory holds."""
 STREAMS = 16
@@ -107,9 +107,9 @@ class CudaLaunch:
             ("SOFTCAP", int(softcap > 0.0)),
             ("MASK", NO_MASK if mask is None else TYPES.get(mask.dtype, BOOL_MASK)),
         )
-        self._merge: Defines = (*common, ("TOGETHER", int(plan.merges_together)))
-        per_block = 1 if plan.merges_together else MERGE_WARPS
-        self._merge_grid = (-(-plan.merge_tasks // per_block), 1, 1)
+        team = plan.merge_team
+        self._merge: Defines = (*common, ("COLUMNS", plan.merge_columns), ("TEAM", team))
+        self._merge_grid = (plan.merge_tasks if team > 1 else -(-plan.merge_tasks // MERGE_WARPS), 1, 1)
         self._free: dict[int, list[Launches]] = {}
         self.variant: Hashable = (self._split, self._merge if plan.splits else None)
 
@@ -145,7 +145,7 @@ class CudaLaunch:
         kernels = [(launch_config(plan.grid, threads, self._shared_bytes, stream, self._dependent), split)]
         if plan.splits:
             merge = load_kernel(MERGE, self._merge, capability, self._device, 0)
-            threads = 32 * (MERGE_WARPS_TOGETHER if plan.merges_together else MERGE_WARPS)
+            threads = 32 * (plan.merge_team if plan.merge_team > 1 else MERGE_WARPS)
             kernels.append((launch_config(self._merge_grid, threads, 0, stream, self._dependent), merge))
         return Launches(self._device, kernels, self._params, len(TENSORS) + 1, LENGTH_AT)
 

@@ -63,8 +63,10 @@ struct Share {
     Item first;
     int end;  // the slot after its last unit's; first.slot or less if it has none
 
+    __device__ __forceinline__ bool empty() const { return first.slot >= end; }
+
     // Even lanes find where the share begins, odd ones where it ends: where that of the block after it begins.
-    __device__ __forceinline__ Share(const Params& p, const Load& load) {
+    __device__ __forceinline__ void find(const Params& p, const Load& load) {
         int block = blockIdx.y + (threadIdx.x & 1), unit;
         Row row = load.row;
         if (p.batch == 1) {  // one row's units are alike
@@ -76,7 +78,7 @@ struct Share {
         }
         end = __shfl_sync(~0u, first.slot, 1);
         first.slot = __shfl_sync(~0u, first.slot, 0);
-        if (first.slot >= end) return;
+        if (empty()) return;
         if (p.batch > 1) {
             first.row = __shfl_sync(~0u, first.row, 0);
             if (p.batch <= 32) {
@@ -165,11 +167,18 @@ struct Loader {
     int page, slot, next_page;
     bool of_v, done;
 
-    __device__ __forceinline__ void start(const Params& p) {
+    // Where the item's first tile for this warp lies.
+    __device__ __forceinline__ void place(const Params& p) {
         int kv_head = p.row_blocks > 1 ? divide_few(blockIdx.x, p.row_blocks) : blockIdx.x;
         k_rows = (const char*)p.k_cache + (kv_head * p.k_stride_h + (PAGED ? 0 : item.row * p.k_stride_b)) * KV_BYTES;
         v_rows = (const char*)p.v_cache + (kv_head * p.v_stride_h + (PAGED ? 0 : item.row * p.v_stride_b)) * KV_BYTES;
-        enter_split(p, item.n_begin);
+        split_end = item.split_end(item.n_begin);
+        n = item.n_begin + (threadIdx.x >> 5) * BK;
+    }
+
+    __device__ __forceinline__ void start(const Params& p) {
+        place(p);
+        if (PAGED) next_page = read_page(p, n);
     }
 
     __device__ __forceinline__ void enter_split(const Params& p, int begin) {
@@ -182,6 +191,21 @@ struct Loader {
         int key = tile + (threadIdx.x & 31);
         bool valid = key < split_end && (threadIdx.x & 31) < BK;
         return valid ? p.block_table[item.row * p.table_stride + divide(key, p.page_size)] : -1;
+    }
+
+    // Asks for K of the first tile on its way into the L2 cache, where a write of the kernel in front still reaches it.
+    __device__ __forceinline__ void ask_early(const Params& p) const {
+        int key = n + (threadIdx.x & 31);
+        if (key >= split_end || (threadIdx.x & 31) >= BK) return;
+        i64 at = key * p.k_stride_t;
+        if (PAGED) {
+            int number = divide(key, p.page_size), page = __ldcg(p.block_table + item.row * p.table_stride + number);
+            if (page < 0 || page >= p.num_pages) return;
+            at = page * p.k_stride_b + (key - number * p.page_size) * p.k_stride_t;
+        }
+#pragma unroll
+        for (int i = 0; i < D * KV_BYTES; i += 128)
+            asm volatile("prefetch.global.L2 [%0];" :: "l"(k_rows + at * KV_BYTES + i) : "memory");
     }
 
     // Finds the next tile that this warp has: in this split, the unit's next ones, or the next item.

@@ -1,21 +1,28 @@
 // Backend "cuda", second kernel: joins a row's parts along the tree of docs/one-answer.md.
 //
-// Compile-time: DV, OUT_TYPE, MAX_RUN, TOGETHER. A lane has two columns, a warp 64. Where query vectors are few (TOGETHER)
-// sixteen warps share one, four parts each, and join in shared memory. Where they are many a warp does a vector alone. Same
-// operands in the same order: same bytes.
+// Compile-time: DV, OUT_TYPE, MAX_RUN, COLUMNS (64 or 128, of one query vector: a task), TEAM (1, 4, 8 or 16 warps share a
+// task). A team's warps take four parts each and join in shared memory; a warp alone takes eight at a time, and seven
+// others work beside it. Same operands in the same order: same bytes.
 
-#define COLUMNS 64
+#define LANE_COLUMNS (COLUMNS / 32)
 #define COLUMN_BLOCKS ((DV + COLUMNS - 1) / COLUMNS)
-#define WARPS (TOGETHER ? 16 : 8)
-#define BLOCKS_PER_SM (!TOGETHER && __CUDA_ARCH__ < 1000 ? 3 : 2)  // registers for three would spill on sm_100
+#define WARPS (TEAM == 1 ? 8 : TEAM)
+#define BLOCKS_PER_SM (TEAM > 1 ? 32 / TEAM : 2)
 
 struct Sum {
-    float x, y, m, l;
+    float acc[LANE_COLUMNS], m, l;
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < LANE_COLUMNS; i++) acc[i] = 0.0f;
+        m = MINUS_INF;
+        l = 0.0f;
+    }
 
     __device__ __forceinline__ void add(const Sum& later) {
         Join join(m, later.m);
-        x = join(x, later.x);
-        y = join(y, later.y);
+#pragma unroll
+        for (int i = 0; i < LANE_COLUMNS; i++) acc[i] = join(acc[i], later.acc[i]);
         l = join(l, later.l);
         m = join.m;
     }
@@ -29,9 +36,15 @@ struct Parts {
     bool inside;  // whether this lane's columns exist
 
     __device__ __forceinline__ Sum load(int i) const {
-        float2 part = ml[(i64)i * step], acc = make_float2(0.0f, 0.0f);
-        if (inside) acc = *(const float2*)(out + (i64)(i * DV) * step);
-        return {acc.x, acc.y, part.x, part.y};
+        Sum part;
+        part.clear();
+        const float* from = out + (i64)(i * DV) * step;
+        if (inside && LANE_COLUMNS == 2) *(float2*)part.acc = *(const float2*)from;
+        if (inside && LANE_COLUMNS == 4) *(float4*)part.acc = *(const float4*)from;
+        float2 of_all = ml[(i64)i * step];
+        part.m = of_all.x;
+        part.l = of_all.y;
+        return part;
     }
 
     // Parts [first, first + 4 * FOURS), of which the first exists, four by four: all are asked for before any is joined.
@@ -51,9 +64,25 @@ struct Parts {
     }
 };
 
+// The upper levels: sixteens join into sixtyfours, and these into the root.
+struct Upper {
+    Sum root, sixtyfour;
+
+    // The next sixteen parts' sum, from part `first` on; `end` of them all.
+    __device__ __forceinline__ void add(const Sum& sixteen, int first, bool end) {
+        if (first % 64 == 0) sixtyfour = sixteen;
+        else sixtyfour.add(sixteen);
+        if (first % 64 == 48 || end) {
+            if (first < 64) root = sixtyfour;
+            else root.add(sixtyfour);
+        }
+    }
+};
+
 // All parts, by one warp.
 __device__ __forceinline__ Sum join_alone(const Parts& parts) {
-    Sum root, sixtyfour, sixteen, fours[2];
+    Upper upper;
+    Sum sixteen, fours[2];
 #pragma unroll 1
     for (int first = 0; first < parts.count; first += 8) {
         parts.join_fours(first, fours);
@@ -61,46 +90,38 @@ __device__ __forceinline__ Sum join_alone(const Parts& parts) {
         else sixteen.add(fours[0]);
         if (first + 4 < parts.count) sixteen.add(fours[1]);
         bool end = first + 8 >= parts.count;
-        if (first % 16 == 8 || end) {
-            if (first % 64 < 16) sixtyfour = sixteen;
-            else sixtyfour.add(sixteen);
-        }
-        if (first % 64 == 56 || end) {
-            if (first < 64) root = sixtyfour;
-            else root.add(sixtyfour);
-        }
+        if (first % 16 == 8 || end) upper.add(sixteen, first & ~15, end);
     }
-    return root;
+    return upper.root;
 }
 
-// All parts, by a block of sixteen warps; the first has the result.
+// All parts, by a block of TEAM warps; the first has the result.
 __device__ __forceinline__ Sum join_together(const Parts& parts) {
-    __shared__ Sum shared[2][16][32];
+    __shared__ Sum fours[TEAM][32], sixteens[TEAM / 4 + 1][32];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    Sum root;
-    for (int base = 0; base < parts.count; base += 64) {
-        int first = base + warp * 4;
-        Sum sums[1] = {{0.0f, 0.0f, MINUS_INF, 0.0f}};
-        if (first < parts.count) parts.join_fours(first, sums);
-        Sum& sum = sums[0];
-        if (parts.count > 4) {
-            shared[0][warp][lane] = sum;
-            __syncthreads();
-            if (warp % 4 == 0) {
+    Upper upper;
+#pragma unroll 1
+    for (int base = 0; base < parts.count; base += 4 * TEAM) {
+        Sum sum[1];
+        sum[0].clear();
+        if (base + warp * 4 < parts.count) parts.join_fours(base + warp * 4, sum);
+        if (parts.count <= 4) return sum[0];
+        fours[warp][lane] = sum[0];
+        __syncthreads();
+        if (warp % 4 == 0) {
 #pragma unroll
-                for (int i = 1; i < 4; i++) sum.add(shared[0][warp + i][lane]);
-                shared[1][warp][lane] = sum;
-            }
-            __syncthreads();
-            if (warp == 0) {
-#pragma unroll
-                for (int i = 4; i < 16; i += 4) sum.add(shared[1][i][lane]);
-            }
+            for (int i = 1; i < 4; i++) sum[0].add(fours[warp + i][lane]);
+            sixteens[warp / 4][lane] = sum[0];
         }
-        if (base == 0) root = sum;
-        else root.add(sum);
+        __syncthreads();
+        if (warp) continue;
+#pragma unroll
+        for (int i = 0; i < TEAM / 4; i++) {
+            int first = base + 16 * i;
+            if (first < parts.count) upper.add(sixteens[i][lane], first, first + 16 >= parts.count);
+        }
     }
-    return root;
+    return upper.root;
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_kernel(const __grid_constant__ Params p) {
@@ -108,8 +129,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_ke
     if (!touch(p)) return;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     int heads = p.num_kv_heads * p.group, of_row = heads * p.q_len;
-    int task = TOGETHER ? blockIdx.x : blockIdx.x * WARPS + warp;
-    int vector = task / COLUMN_BLOCKS, dv = task % COLUMN_BLOCKS * COLUMNS + lane * 2;
+    int task = TEAM == 1 ? blockIdx.x * WARPS + warp : blockIdx.x;
+    int vector = task / COLUMN_BLOCKS, dv = task % COLUMN_BLOCKS * COLUMNS + lane * LANE_COLUMNS;
     int row = divide_few(vector, of_row), head = vector - row * of_row, query = 0;
     if (p.q_len > 1) {
         int of_head = head;
@@ -122,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_ke
     float* lse = p.lse + row * p.lse_stride_b + query * p.lse_stride_i + head * p.lse_stride_h;
     int units = 0, first = 0;
     if (exists) {
-        Load load(p);
+        Load load(p, false);
         load.settle(p);
         units = load.row.cut.units;
         first = row * units;
@@ -135,13 +156,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_ke
     }
     i64 at = (i64)first * of_row + head * p.q_len + query;
     Parts parts = {p.partial_out + at * DV + dv, (const float2*)p.partial_ml + at, of_row, units, dv < DV};
-    wait_for_previous_kernel();  // also with nothing to do: the next kernel must not overtake the split kernel
+    if (units <= 1 && blockIdx.x) return;
+    wait_for_previous_kernel();  // one block even with nothing to do: the next kernel must not overtake the split kernel
     if (units <= 1) return;
 
-    Sum sum = TOGETHER ? join_together(parts) : join_alone(parts);
-    if (TOGETHER && warp || dv >= DV) return;
+    Sum sum = TEAM == 1 ? join_alone(parts) : join_together(parts);
+    if (TEAM > 1 && warp || dv >= DV) return;
     finish.end(p, sum.m, sum.l);
-    out[0] = to_16_bits(finish(sum.x));
-    out[1] = to_16_bits(finish(sum.y));
+#pragma unroll
+    for (int i = 0; i < LANE_COLUMNS; i++) out[i] = to_16_bits(finish(sum.acc[i]));
     if (p.lse && dv == 0) *lse = finish.lse;
 }

@@ -1,6 +1,7 @@
 // Sizes that follow from the split kernel's compile-time values, its shared memory, and the instructions it is made of.
 
 #define WARPS 4
+#define GUESSES (__CUDA_ARCH__ == 900)  // whether it begins before the kernel in front has ended; on sm_100 it would spill
 #define THREADS (32 * WARPS)
 #define FP8 (KV_TYPE >= E4M3)
 #define KV_BYTES (FP8 ? 1 : 2)
@@ -11,7 +12,7 @@
 #define V_CHUNKS (DV * KV_BYTES / 16)
 #define PITCH(chunks) ((chunks) % 8 ? (chunks) | 1 : (chunks))
 #define STAGE_CHUNKS (BK * (PITCH(K_CHUNKS) > PITCH(V_CHUNKS) ? PITCH(K_CHUNKS) : PITCH(V_CHUNKS)))
-#define JOIN_PITCH (DV + 4)
+#define JOIN_PITCH (DV % 32 ? DV + 4 : DV)
 #define JOIN_COLUMNS (STAGE_CHUNKS * 4 / JOIN_PITCH < VECTORS ? STAGE_CHUNKS * 4 / JOIN_PITCH : VECTORS)  // at once
 #define THREADS_PER_VECTOR (THREADS / VECTORS)
 #define QUERY_STEPS ((NT * (D / 16) + WARPS - 1) / WARPS)
@@ -35,6 +36,14 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_launch.py counts otherwise")
 template <int CHUNKS>
 __device__ __forceinline__ int chunk_at(int r, int c) {
     return PITCH(CHUNKS) % 8 ? r * PITCH(CHUNKS) + c : r * CHUNKS + (c & ~7 | (c ^ r) & 7);
+}
+
+// Where an element of a column lies while warps join: a warp's stores, of eight rows and every other column, and its loads, of
+// consecutive elements of one to four columns, meet 32 banks.
+__device__ __forceinline__ int join_at(int column, int element) {
+    int moved = FP8 ? (column & 1) * THREADS_PER_VECTOR ^ (column & 2) << 3 ^ (column & 4) >> 2
+                    : (column & 1) << 4 ^ (column & 6) << 2;
+    return column * JOIN_PITCH + (DV % 32 ? element : (element & ~31) + (element & 31 ^ moved));
 }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

@@ -111,7 +111,7 @@ __device__ __forceinline__ void join_warps(const Shared& shared, int column, int
     part.l = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-        from[w] = (const float*)shared.ring[w][shared.free_stage[w]] + column * JOIN_PITCH + first;
+        from[w] = (const float*)shared.ring[w][shared.free_stage[w]];
         ml[w] = shared.ml[w][vector];
         part.m = fmaxf(part.m, ml[w].x);
     }
@@ -124,7 +124,8 @@ __device__ __forceinline__ void join_warps(const Shared& shared, int column, int
     for (int i = 0; i < PART; i++) {
         part.acc[i] = 0.0f;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) part.acc[i] = fmaf(from[w][i * THREADS_PER_VECTOR], weight[w], part.acc[i]);
+        for (int w = 0; w < WARPS; w++)
+            part.acc[i] = fmaf(from[w][join_at(column, first + i * THREADS_PER_VECTOR)], weight[w], part.acc[i]);
     }
 }
 
@@ -152,12 +153,11 @@ __device__ __forceinline__ void close_split(const Params& p, Shared& shared, Sum
             for (int j = 0; j < 2; j++) {
                 int mine = nt * 8 + 2 * t + j - column;
                 if (mine >= 0 && mine < JOIN_COLUMNS) {
-                    float* to = buffer + mine * JOIN_PITCH;
 #pragma unroll
                     for (int mt = 0; mt < DV / 16; mt++)
 #pragma unroll
                         for (int i = 0; i < 2; i++)
-                            to[mt * 16 + (FP8 ? 2 * g + i : g + i * 8)] = sums.acc[mt][nt][2 * i + j];
+                            buffer[join_at(mine, mt * 16 + (FP8 ? 2 * g + i : g + i * 8))] = sums.acc[mt][nt][2 * i + j];
                 }
             }
         }
@@ -195,15 +195,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
     Shared& shared = *(Shared*)memory;
     int warp = threadIdx.x >> 5;
     if (!touch(p)) return;
-    wait_for_previous_kernel();
-
-    Load load(p);
-    if (blockIdx.y >= p.blocks && load.even(p)) return;
-    load.settle(p);
-    int run_keys = load.run_keys;
-    Share share(p, load);
+    Share share;
+    int run_keys;
+    bool early = GUESSES && p.batch <= 32;
+    if (!early) wait_for_previous_kernel();
+#pragma unroll 1
+    for (;; early = false) {  // what the lengths say early is a guess: the kernel in front may still write them
+        Load load(p, early);
+        share.first.slot = share.end = 0;
+        if (blockIdx.y < p.blocks || !load.even(p)) {
+            load.settle(p);
+            share.find(p, load);
+        }
+        run_keys = load.run_keys;
+        if (!early) break;
+        if (!share.empty()) {
+            Loader guess;
+            guess.item = share.first;
+            guess.place(p);
+            guess.ask_early(p);
+        }
+        wait_for_previous_kernel();
+        if (load.still_right(p)) break;
+    }
+    if (share.empty()) return;
     Item item = share.first;
-    if (item.slot >= share.end) return;
 
     Loader loader;
     loader.item = item;

@@ -13,7 +13,7 @@ from splitkv import DecodeProblem, DeviceSpec, decode_attention, workspace_bytes
 if torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("kernels overlap from Hopper on", allow_module_level=True)
 
-LATE_NS = tl.constexpr(50_000)
+LATE_NS = tl.constexpr(1_000_000)  # longer than a slow host takes to launch the call behind it
 
 
 @triton.jit

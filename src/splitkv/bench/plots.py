@@ -22,6 +22,8 @@ PANEL, LEGEND_INCHES = (4.6, 3.4), 1.5
 """Inches of one panel, and across of one entry of a legend."""
 LEAST_EXCESS_US = 0.1
 """What is nearer to the floor than this is drawn at this, as the axis is logarithmic."""
+LONGEST_BAR = 1.5
+"""Of the bar that nine tenths of a figure's bars do not exceed."""
 NARROW = 40
 """A logarithmic axis of less than this ratio also names 2 and 5."""
 BOUND_LINES: dict[str, Any] = {
@@ -257,23 +259,26 @@ def _number(ax: Any, percent: float, y: int) -> None:
 
 @styled
 def speedup_bars(rows: Sequence[Row]) -> Figure:
-    """Every case with a peer one line: the best peer's time over ours, 1 being equal."""
+    """Every case with a peer one line: the best peer's time over ours, 1 being equal. On a linear axis a lone bar that
+    would shorten all others is cut, and an arrow says so."""
     found = [(row, gain, best_peer(row)) for row in rows if (gain := speedup(row)) is not None]
     drawn = list(reversed(found))
+    gains = [gain for _, gain, _ in drawn]
+    logarithmic = max(gains) > 20 * min(gains)
+    most = max(gains) if logarithmic else min(max(gains), LONGEST_BAR * sorted(gains)[len(gains) * 9 // 10])
     figure, (ax,) = panels(1, size=(9.5, 1.3 + 0.27 * len(drawn)))
     for y, (_, gain, peer) in enumerate(drawn):
-        ax.barh(y, gain - 1, left=1, color=GREEN if gain >= 1 else RED, height=0.62, zorder=2)
+        ax.barh(y, min(gain, most) - 1, left=1, color=GREEN if gain >= 1 else RED, height=0.62, zorder=2)
         rough = " (error over 4 times ours)" if peer and peer.rough else ""
         digits = f"{gain:.2f}" if gain < 10 else f"{gain:.0f}"
-        text = f"{digits}x  {peer.name if peer else ''}{rough}"
-        ax.annotate(text, (max(gain, 1), y), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        text = f"{'→ ' * (gain > most)}{digits}x  {peer.name if peer else ''}{rough}"
+        ax.annotate(text, (max(min(gain, most), 1), y), (4, 0), textcoords="offset points", va="center", fontsize=8)
     _case_axis(ax, [row for row, _, _ in drawn])
-    gains = [gain for _, gain, _ in drawn]
-    if max(gains) > 20 * min(gains):
+    if logarithmic:
         ax.set_xscale("log")
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
     else:
-        ax.set_xlim(min(0.9, *gains) - 0.02, max(1.1, *gains) * 1.22)
+        ax.set_xlim(min(0.9, *gains) - 0.02, max(1.1, most) * 1.22)
     ax.axvline(1, color=INK, lw=1.2)
     ax.set_xlabel("time of the best other contender over time of splitkv")
     return figure

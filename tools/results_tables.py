@@ -178,7 +178,7 @@ def cpu_page() -> str:
 
 
 def ranks_page() -> str:
-    record, rows = rows_of("ranks-x2")
+    record, rows = rows_of("e2e-x2")
     lines = [
         "| case (batch, heads, head_dim, keys, KV) | one GPU µs | its part µs | two µs | speed-up | error, one | two |",
         "|---|---|---|---|---|---|---|",
@@ -188,7 +188,7 @@ def ranks_page() -> str:
         speedup_text = f"{row['speedup']:.2f}"
         errors = [f"{row['err'][name]:.1e}" for name in (OURS, f"{OURS} x2")]
         lines.append(f"| {' | '.join([row['case'], one, part, two, speedup_text, *errors])} |")
-    return "\n".join([source(record, "ranks-x2").replace("LINK", ".."), "", *lines])
+    return "\n".join([source(record, "e2e-x2").replace("LINK", ".."), "", *lines])
 
 
 PLACES = {

@@ -26,7 +26,7 @@ from .launching import addresses_of
 if TYPE_CHECKING:
     from ..plan import DecodePlan
 
-_DTYPES = {  # numbered as in cpu_rows.h
+DTYPES = {  # numbered as in cpu_rows.h
     torch.float32: 0,
     torch.float16: 1,
     torch.bfloat16: 2,
@@ -36,8 +36,8 @@ _DTYPES = {  # numbered as in cpu_rows.h
     torch.int32: 6,
     torch.int64: 7,
 }
-_NUMBERS: dict[type, int] = {ctypes.c_float: _DTYPES[torch.float32], ctypes.c_int64: _DTYPES[torch.int64]}
-_NO_MEMORY, _PLAN_TOO_SMALL = 1, 2  # enum status of cpu_kernel.c
+_NUMBERS: dict[type, int] = {ctypes.c_float: DTYPES[torch.float32], ctypes.c_int64: DTYPES[torch.int64]}
+NO_MEMORY, _PLAN_TOO_SMALL = 1, 2  # enum status of cpu_kernel.c
 
 _ABSENT = (0,) * 6
 _CALL = struct.Struct("@" + 12 * "6q" + "q" + "17q" + "2d")
@@ -128,7 +128,7 @@ class CpuLaunch:
         if self._threads:
             words[_NUM_THREADS] = torch.get_num_threads()
         status = self._functions.splitkv_cpu_decode(bytes(call))
-        if status == _NO_MEMORY:
+        if status == NO_MEMORY:
             raise MemoryError("cpu backend: no memory for the threads' scratch")
         if status == _PLAN_TOO_SMALL:
             raise ValueError(f"workspace: this call needs more than the plan's {self._max_units} partial results")
@@ -146,7 +146,7 @@ def _view(argument: Any) -> tuple[int, ...]:
         return (ctypes.addressof(argument), 0, 0, 0, 0, _NUMBERS[type(argument)])
     size, strides = argument.element_size(), argument.stride()
     padding = _ABSENT[: 4 - len(strides)]
-    return (argument.data_ptr(), *(stride * size for stride in strides), *padding, _DTYPES[argument.dtype])
+    return (argument.data_ptr(), *(stride * size for stride in strides), *padding, DTYPES[argument.dtype])
 
 
 def cpu_status() -> tuple[str, str]:
@@ -157,6 +157,12 @@ def cpu_status() -> tuple[str, str]:
     isa = library.functions.splitkv_cpu_isa().decode()
     threads = "OpenMP" if library.functions.splitkv_cpu_has_threads() else "one thread, as the compiler has no OpenMP"
     return "native", f"{isa}, {threads}, {library.compiler}, {library.path}"
+
+
+def native_functions() -> ctypes.CDLL | None:
+    """What the compiled library exports, or None where there is none."""
+    library = _library()
+    return None if isinstance(library, str) else library.functions
 
 
 @functools.cache

@@ -20,6 +20,7 @@ static int team_size(void) { return 1; }
 #endif
 
 #include "cpu_attend.h"
+#include "cpu_product.h"
 
 #define TASKS_PER_THREAD 4 /* with fewer units per thread, the KV heads of a unit become several tasks */
 #define ALIGN_FLOATS 16    /* parts of scratch start on their own line */
@@ -244,6 +245,18 @@ int splitkv_cpu_decode(const struct call *call) {
     free(memory);
     free(rows);
     return memory ? OK : fits ? NO_MEMORY : PLAN_TOO_SMALL;
+}
+
+int splitkv_cpu_product(const struct product_call *call) {
+    const int64_t bytes = call->rows * call->columns * (int64_t)sizeof(float);
+    char *const x = aligned_alloc(LINE_BYTES, (size_t)((bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES));
+    if (!x) return NO_MEMORY;
+    keep_x(call, x);
+    product_function *const product = products[call->dtype][call->rows - 1];
+#pragma omp parallel num_threads((int)call->num_threads)
+    product(call, x, call->outs * this_thread() / team_size(), call->outs * (this_thread() + 1) / team_size());
+    free(x);
+    return OK;
 }
 
 /* What was compiled, for cpu.py: the instruction set, whether there are threads, and the size of a call. */

@@ -14,10 +14,12 @@ import struct
 import warnings
 from array import array
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from . import TENSORS, cpu_fallback
 from .cpu_build import BuildError, Library, load_library
@@ -127,7 +129,8 @@ class CpuLaunch:
         words[_ADDRESSES] = array("q", views)
         if self._threads:
             words[_NUM_THREADS] = torch.get_num_threads()
-        status = self._functions.splitkv_cpu_decode(bytes(call))
+        with in_profiles("splitkv::cpu_decode"):
+            status = self._functions.splitkv_cpu_decode(bytes(call))
         if status == NO_MEMORY:
             raise MemoryError("cpu backend: no memory for the threads' scratch")
         if status == _PLAN_TOO_SMALL:
@@ -157,6 +160,11 @@ def cpu_status() -> tuple[str, str]:
     isa = library.functions.splitkv_cpu_isa().decode()
     threads = "OpenMP" if library.functions.splitkv_cpu_has_threads() else "one thread, as the compiler has no OpenMP"
     return "native", f"{isa}, {threads}, {library.compiler}, {library.path}"
+
+
+def in_profiles(name: str) -> AbstractContextManager[Any]:
+    """A call of the library under a name of its own, where somebody profiles: torch sees none of its own in it."""
+    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 def native_functions() -> ctypes.CDLL | None:

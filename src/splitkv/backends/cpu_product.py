@@ -7,7 +7,7 @@ import struct
 import torch
 from torch import Tensor
 
-from .cpu import DTYPES, NO_MEMORY, native_functions
+from .cpu import DTYPES, NO_MEMORY, in_profiles, native_functions
 
 PRODUCT_ROWS = 4
 """Most rows; PRODUCT_ROWS of cpu_product.h."""
@@ -41,6 +41,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
         weight.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
         rows, columns, outs, x.stride(0) * size, DTYPES[dtype], threads,
     )  # fmt: skip
-    if functions.splitkv_cpu_product(call) == NO_MEMORY:
+    with in_profiles("splitkv::cpu_product"):
+        status = functions.splitkv_cpu_product(call)
+    if status == NO_MEMORY:
         raise MemoryError("cpu product: no memory for its rows in f32")
     return out

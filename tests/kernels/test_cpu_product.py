@@ -67,3 +67,6 @@ def test_what_it_does_not_take_is_left_to_torch() -> None:
     assert product(x, weight.T.contiguous().T) is None
     assert product(x, weight, bias.half()) is None
     assert product(torch.randn(100, 1).T[:, ::2], weight[:, :50].contiguous()) is None
+    assert product(x[:, :99], weight) is None
+    assert product(x, weight, bias[:39]) is None
+    assert product(x, weight.to("meta")) is None

@@ -249,7 +249,7 @@ int splitkv_cpu_decode(const struct call *call) {
 
 int splitkv_cpu_product(const struct product_call *call) {
     const int64_t bytes = call->rows * call->columns * (int64_t)sizeof(float);
-    char *const x = aligned_alloc(LINE_BYTES, (size_t)((bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES));
+    char *const x = aligned_alloc(LINE_BYTES, (size_t)(ceil_div(bytes, LINE_BYTES) * LINE_BYTES));
     if (!x) return NO_MEMORY;
     keep_x(call, x);
     product_function *const product = products[call->dtype][call->rows - 1];

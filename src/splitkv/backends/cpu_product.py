@@ -20,7 +20,8 @@ _LEAST_BYTES_PER_THREAD = 32 * 1024
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """x [rows, columns] @ weight [outs, columns].T + bias [outs], summed in f32 and rounded once; None where this does
-    not take them: rows above PRODUCT_ROWS, other dtypes, a weight that is not contiguous, no C compiler.
+    not take them: rows above PRODUCT_ROWS, other dtypes, shapes that do not fit, a weight that is not contiguous, no C
+    compiler.
 
     Bytes of a row do not depend on the other rows, nor on the number of threads. Raises MemoryError.
     """
@@ -28,7 +29,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
     dtype = x.dtype
     if not 0 < rows <= PRODUCT_ROWS or dtype not in PRODUCT_DTYPES or weight.dtype != dtype or x.stride(1) != 1:
         return None
-    if not weight.is_contiguous() or (bias is not None and (bias.dtype != dtype or not bias.is_contiguous())):
+    if weight.shape[1] != columns or weight.device != x.device or not weight.is_contiguous():
+        return None
+    if bias is not None and (bias.dtype != dtype or bias.shape != weight.shape[:1] or not bias.is_contiguous()):
         return None
     functions = native_functions()
     if functions is None:

@@ -244,6 +244,27 @@ struct Join {
     __device__ __forceinline__ float operator()(float a, float b) const { return fmaf(b, weight_b, a * weight_a); }
 };
 
+// A part, or what a thread keeps of one: elements of the unnormalised output, the running maximum and the sum.
+template <int ELEMENTS>
+struct PartOf {
+    float acc[ELEMENTS], m, l;
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; i++) acc[i] = 0.0f;
+        m = MINUS_INF;
+        l = 0.0f;
+    }
+
+    __device__ __forceinline__ void add(const PartOf& later) {
+        Join join(m, later.m);
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; i++) acc[i] = join(acc[i], later.acc[i]);
+        l = join(l, later.l);
+        m = join.m;
+    }
+};
+
 // What turns a whole row's part into its answer: out = acc * weight / l * v_scale; the sink enters l here, once.
 struct Finish {
     float sink, v_scale, weight, one_lth, lse;

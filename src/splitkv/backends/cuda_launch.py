@@ -107,9 +107,10 @@ class CudaLaunch:
             ("SOFTCAP", int(softcap > 0.0)),
             ("MASK", NO_MASK if mask is None else TYPES.get(mask.dtype, BOOL_MASK)),
         )
-        team = plan.merge_team
-        self._merge: Defines = (*common, ("COLUMNS", plan.merge_columns), ("TEAM", team))
-        self._merge_grid = (plan.merge_tasks if team > 1 else -(-plan.merge_tasks // MERGE_WARPS), 1, 1)
+        self._merge: Defines = (*common, ("COLUMNS", plan.merge_columns), ("TEAM", plan.merge_team))
+        per_block = MERGE_WARPS if plan.merge_team == 1 else 1
+        self._merge_grid = (-(-plan.merge_tasks // per_block), 1, 1)
+        self._merge_threads = 32 * plan.merge_team * per_block
         self._free: dict[int, list[Launches]] = {}
         self.variant: Hashable = (self._split, self._merge if plan.splits else None)
 
@@ -145,8 +146,7 @@ class CudaLaunch:
         kernels = [(launch_config(plan.grid, threads, self._shared_bytes, stream, self._dependent), split)]
         if plan.splits:
             merge = load_kernel(MERGE, self._merge, capability, self._device, 0)
-            threads = 32 * (plan.merge_team if plan.merge_team > 1 else MERGE_WARPS)
-            kernels.append((launch_config(self._merge_grid, threads, 0, stream, self._dependent), merge))
+            kernels.append((launch_config(self._merge_grid, self._merge_threads, 0, stream, self._dependent), merge))
         return Launches(self._device, kernels, self._params, len(TENSORS) + 1, LENGTH_AT)
 
 

@@ -9,24 +9,7 @@
 #define WARPS (TEAM == 1 ? 8 : TEAM)
 #define BLOCKS_PER_SM (TEAM > 1 ? 32 / TEAM : 2)
 
-struct Sum {
-    float acc[LANE_COLUMNS], m, l;
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int i = 0; i < LANE_COLUMNS; i++) acc[i] = 0.0f;
-        m = MINUS_INF;
-        l = 0.0f;
-    }
-
-    __device__ __forceinline__ void add(const Sum& later) {
-        Join join(m, later.m);
-#pragma unroll
-        for (int i = 0; i < LANE_COLUMNS; i++) acc[i] = join(acc[i], later.acc[i]);
-        l = join(l, later.l);
-        m = join.m;
-    }
-};
+typedef PartOf<LANE_COLUMNS> Sum;
 
 // One query vector's parts: part i of it at `out[i * step * DV]` and `ml[i * step]`.
 struct Parts {

@@ -10,24 +10,7 @@
 // S^T = K Q^T, O^T = V^T P^T. A split's four parts join in shared memory.
 
 // A part as the block keeps it: of query vector threadIdx.x / THREADS_PER_VECTOR, every THREADS_PER_VECTOR-th element.
-struct Part {
-    float acc[PART], m, l;
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int i = 0; i < PART; i++) acc[i] = 0.0f;
-        m = MINUS_INF;
-        l = 0.0f;
-    }
-
-    __device__ __forceinline__ void add(const Part& later) {
-        Join join(m, later.m);
-#pragma unroll
-        for (int i = 0; i < PART; i++) acc[i] = join(acc[i], later.acc[i]);
-        l = join(l, later.l);
-        m = join.m;
-    }
-};
+typedef PartOf<PART> Part;
 
 // A part that lasts from split to split: in shared memory where registers are short.
 struct Kept {

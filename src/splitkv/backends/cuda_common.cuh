@@ -108,28 +108,29 @@ struct Work {
 
 __device__ __forceinline__ int cost_of(int keys) { return (int)(((u32)keys + COST_KEYS - 1) / COST_KEYS) + 1; }
 
-// Of what the kernel before may still write nothing may stay in the L1 cache when it is read `early`.
-template <typename T>
-__device__ __forceinline__ T read_now(const T* from, bool early) {
-    return early ? __ldcg(from) : *from;
-}
+// Where the rows' lengths and starts are. Null: p.uniform_len, and no starts.
+struct Lengths {
+    const Len* lens;
+    const int* starts;
+
+    __device__ __forceinline__ explicit Lengths(const Params& p) : lens((const Len*)p.seq_lens), starts(p.starts) {}
+};
 
 // A row of the batch: [lo, hi), the keys that any of its queries may see, and what they are cut into.
 struct Row {
     int lo, hi;
     Cut cut;
 
-    __device__ __forceinline__ void read(const Params& p, int row, bool early) {
-        Len len = p.uniform_len;
-        if (p.seq_lens) len = read_now((const Len*)p.seq_lens + row, early);
+    __device__ __forceinline__ void read(const Params& p, const Lengths& from, int row) {
+        Len len = from.lens ? from.lens[row] : p.uniform_len;
         hi = (int)min(max(len, (Len)0), (Len)p.capacity);
-        lo = p.starts ? max(read_now(p.starts + row, early), 0) : 0;
+        lo = from.starts ? max(from.starts[row], 0) : 0;
         if (p.window > 0) lo = max(lo, hi - (p.q_len - 1) - p.window);
         lo = min(lo, hi);
     }
 
-    __device__ __forceinline__ void read_and_cut(const Params& p, int row, int run_keys) {
-        read(p, row, false);
+    __device__ __forceinline__ void read_and_cut(const Params& p, const Lengths& from, int row, int run_keys) {
+        read(p, from, row);
         cut.make_splits(p, span());
         cut.make_units(span(), run_keys);
     }
@@ -144,19 +145,19 @@ struct Row {
 
 // The load, read on the device: `Load` reads the rows, `settle` decides.
 struct Load {
+    Lengths from;
     Row row;      // of the first 32, one per lane; the last again where the batch has fewer
     float total;  // keys
     bool alike;   // all rows have as many keys
     int run_keys = 0;
 
-    // early: before the kernel in front has ended, for up to 32 rows.
-    __device__ __forceinline__ Load(const Params& p, bool early) {
+    __device__ __forceinline__ Load(const Params& p, const Lengths& from) : from(from) {
         u32 low = 0, high = 0;  // a sum in halves: exact, and each fits
         int longest = 0, shortest = INT_MAX;
 #pragma unroll 2  // so that two reads are on their way
         for (int base = (p.batch - 1) & ~31; base >= 0; base -= 32) {  // ends at the first rows
             int at = base + (threadIdx.x & 31);
-            row.read(p, min(at, p.batch - 1), early);
+            row.read(p, from, min(at, p.batch - 1));
             u32 keys = at < p.batch ? row.span() : 0;
             low += keys & 0xffff;
             high += keys >> 16;
@@ -171,13 +172,6 @@ struct Load {
             high = __reduce_add_sync(~0u, high);
             total = fmaf((float)high, 65536.0f, (float)low);
         }
-    }
-
-    // Whether an early guess was right, for up to 32 rows.
-    __device__ __forceinline__ bool still_right(const Params& p) const {
-        Row now;
-        now.read(p, min((int)(threadIdx.x & 31), p.batch - 1), false);
-        return __all_sync(~0u, now.lo == row.lo && now.hi == row.hi);
     }
 
     // Whether the blocks that the GPU holds at once are enough: rows are alike or work is too little to be worth more starts.
@@ -211,9 +205,9 @@ struct Rows {
 
     __device__ __forceinline__ Rows(const Params& p, const Load& load) : row(load.row) { add_up(p, 0, {0, 0}); }
 
-    __device__ __forceinline__ void load_next(const Params& p, int run_keys) {
+    __device__ __forceinline__ void load_next(const Params& p, const Load& load) {
         Work until = {__shfl_sync(~0u, before.units + own.units, 31), __shfl_sync(~0u, before.cost + own.cost, 31)};
-        row.read_and_cut(p, min(base + 32 + (int)(threadIdx.x & 31), p.batch - 1), run_keys);
+        row.read_and_cut(p, load.from, min(base + 32 + (int)(threadIdx.x & 31), p.batch - 1), load.run_keys);
         add_up(p, base + 32, until);
     }
 

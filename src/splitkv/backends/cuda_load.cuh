@@ -18,6 +18,61 @@ __device__ __forceinline__ void copy_chunk(uint4* to, const char* from, bool ins
 #endif
 }
 
+// Copies since the last end are waited for together.
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Up to 8 bytes, aligned as they are, on their way into shared memory.
+template <typename T>
+__device__ __forceinline__ void copy_value(T* to, const T* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(shared_address(to)), "l"(from), "n"(sizeof(T)) : "memory");
+}
+
+// A warp's guess of the lengths, from before the kernel in front has ended, and what they say afterwards: in the stage of
+// its ring that is filled last.
+struct Guess {
+    Len lens[GUESSED_ROWS], lens_now[GUESSED_ROWS];
+    int starts[GUESSED_ROWS], starts_now[GUESSED_ROWS];
+
+    // Nothing that may still be written may stay in the L1 cache.
+    __device__ __forceinline__ Lengths take(const Params& p) {
+        Lengths from(p), taken = from;
+#pragma unroll 1
+        for (int base = 0; base < p.batch; base += 32) {
+            int row = min(base + (int)(threadIdx.x & 31), p.batch - 1);
+            if (from.lens) lens[row] = __ldcg(from.lens + row);
+            if (from.starts) starts[row] = __ldcg(from.starts + row);
+        }
+        __syncwarp();
+        if (from.lens) taken.lens = lens;
+        if (from.starts) taken.starts = starts;
+        return taken;
+    }
+
+    // Asks for what is true once the kernel in front has ended.
+    __device__ __forceinline__ void ask(const Params& p) {
+        Lengths from(p);
+#pragma unroll 1
+        for (int base = 0; base < p.batch; base += 32) {
+            int row = min(base + (int)(threadIdx.x & 31), p.batch - 1);
+            if (from.lens) copy_value(lens_now + row, from.lens + row);
+            if (from.starts) copy_value(starts_now + row, from.starts + row);
+        }
+        end_copies();
+    }
+
+    __device__ __forceinline__ bool right(const Params& p) const {
+        bool same = true;
+#pragma unroll 1
+        for (int base = 0; base < p.batch; base += 32) {
+            int row = min(base + (int)(threadIdx.x & 31), p.batch - 1);
+            if (p.seq_lens) same &= lens[row] == lens_now[row];
+            if (p.starts) same &= starts[row] == starts_now[row];
+        }
+        return __all_sync(~0u, same);
+    }
+};
+static_assert(sizeof(Guess) <= STAGE_CHUNKS * sizeof(uint4), "a guess takes more than a stage");
+
 #define FIRST_SHARE 0.7f  // of all work, for the blocks that start first
 
 // A unit of a row, for the query vectors of one KV head (a block keeps to one head): one piece of a block's work.
@@ -27,7 +82,7 @@ struct Item {
 
     __device__ __forceinline__ void enter_row(const Params& p, int run_keys, int unit) {
         Row now;
-        now.read_and_cut(p, row, run_keys);
+        now.read_and_cut(p, Lengths(p), row, run_keys);
         enter(now, unit);
     }
 
@@ -88,7 +143,7 @@ struct Share {
                 row.cut.run_len = __shfl_sync(~0u, row.cut.run_len, first.row);
                 row.cut.units = __shfl_sync(~0u, row.cut.units, first.row);
             } else {
-                row.read_and_cut(p, first.row, load.run_keys);
+                row.read_and_cut(p, load.from, first.row, load.run_keys);
             }
         }
         first.enter(row, __shfl_sync(~0u, unit, 0));
@@ -121,7 +176,7 @@ struct Share {
             for (int base = 32; base < p.batch; base += 32) {
                 int row = base + (threadIdx.x & 31);
                 Row later;
-                later.read_and_cut(p, min(row, p.batch - 1), load.run_keys);
+                later.read_and_cut(p, load.from, min(row, p.batch - 1), load.run_keys);
                 total += __reduce_add_sync(~0u, row < p.batch ? later.work().cost : 0);
             }
             Rows rows(p, load);
@@ -145,7 +200,7 @@ struct Share {
                     unit_cost = cost;
                 }
                 if (end_row < 32 || last < 32) break;
-                rows.load_next(p, load.run_keys);
+                rows.load_next(p, load);
             }
         }
         int rest = position - before.cost, unit = divide_few(rest + unit_cost - 1, unit_cost);
@@ -167,24 +222,31 @@ struct Loader {
     int page, slot, next_page;
     bool of_v, done;
 
+    __device__ __forceinline__ void begin(const Params& p, const Share& share, int keys_per_run) {
+        item = share.first;
+        end = share.end;
+        run_keys = keys_per_run;
+        stage = 0;
+        of_v = false;
+        done = share.empty();
+        place(p);
+    }
+
     // Where the item's first tile for this warp lies.
     __device__ __forceinline__ void place(const Params& p) {
         int kv_head = p.row_blocks > 1 ? divide_few(blockIdx.x, p.row_blocks) : blockIdx.x;
         k_rows = (const char*)p.k_cache + (kv_head * p.k_stride_h + (PAGED ? 0 : item.row * p.k_stride_b)) * KV_BYTES;
         v_rows = (const char*)p.v_cache + (kv_head * p.v_stride_h + (PAGED ? 0 : item.row * p.v_stride_b)) * KV_BYTES;
-        split_end = item.split_end(item.n_begin);
-        n = item.n_begin + (threadIdx.x >> 5) * BK;
+        enter_split(item.n_begin);
     }
 
-    __device__ __forceinline__ void start(const Params& p) {
-        place(p);
-        if (PAGED) next_page = read_page(p, n);
-    }
-
-    __device__ __forceinline__ void enter_split(const Params& p, int begin) {
+    __device__ __forceinline__ void enter_split(int begin) {
         split_end = item.split_end(begin);
         n = begin + (threadIdx.x >> 5) * BK;
-        if (PAGED) next_page = read_page(p, n);
+    }
+
+    __device__ __forceinline__ void find_page(const Params& p) {
+        if (PAGED && !done) next_page = read_page(p, n);
     }
 
     __device__ __forceinline__ int read_page(const Params& p, int tile) {
@@ -212,11 +274,12 @@ struct Loader {
     __device__ __forceinline__ void advance(const Params& p) {
         while (!done && n >= split_end) {
             if (split_end < item.n_end) {
-                enter_split(p, split_end);
+                enter_split(split_end);
             } else {
                 done = !item.next(p, run_keys, end);
-                if (!done) start(p);
+                if (!done) place(p);
             }
+            find_page(p);
         }
     }
 
@@ -272,7 +335,7 @@ struct Loader {
         } else {
             let_next_kernel_start();  // the keys are all on their way
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        end_copies();
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 };

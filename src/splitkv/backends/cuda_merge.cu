@@ -126,13 +126,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_ke
     float* lse = p.lse + row * p.lse_stride_b + query * p.lse_stride_i + head * p.lse_stride_h;
     int units = 0, first = 0;
     if (exists) {
-        Load load(p, false);
+        Load load(p, Lengths(p));
         load.settle(p);
         units = load.row.cut.units;
         first = row * units;
         if (!load.alike) {
             Rows rows(p, load);
-            while (row >= rows.base + 32) rows.load_next(p, load.run_keys);
+            while (row >= rows.base + 32) rows.load_next(p, load);
             units = __shfl_sync(~0u, rows.own.units, row & 31);
             first = __shfl_sync(~0u, rows.before.units, row & 31);
         }

@@ -17,6 +17,7 @@
 #define THREADS_PER_VECTOR (THREADS / VECTORS)
 #define QUERY_STEPS ((NT * (D / 16) + WARPS - 1) / WARPS)
 #define PART (DV / THREADS_PER_VECTOR)  // elements of a part that a thread keeps
+#define GUESSED_ROWS (STAGE_CHUNKS / 2 < 128 ? STAGE_CHUNKS / 2 : 128)  // of a batch, at most, for an early start
 #define KEPT_WORDS (DV * NT >= 256 ? PART + 2 : 0)  // of a part, where registers are short
 
 struct Shared {

@@ -178,53 +178,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
     Shared& shared = *(Shared*)memory;
     int warp = threadIdx.x >> 5;
     if (!touch(p)) return;
+    Guess& guess = *(Guess*)shared.ring[warp][STAGES - 1];
+    bool guessed = GUESSES && p.batch <= GUESSED_ROWS && blockIdx.y < p.blocks;
     Share share;
-    int run_keys;
-    bool early = GUESSES && p.batch <= 32;
-    if (!early) wait_for_previous_kernel();
+    Loader loader;
+    Queries queries;
+    if (!guessed) wait_for_previous_kernel();
 #pragma unroll 1
-    for (;; early = false) {  // what the lengths say early is a guess: the kernel in front may still write them
-        Load load(p, early);
+    for (;; guessed = false) {  // what the lengths say early is a guess: the kernel in front may still write them
+        Load load(p, guessed ? guess.take(p) : Lengths(p));
         share.first.slot = share.end = 0;
         if (blockIdx.y < p.blocks || !load.even(p)) {
             load.settle(p);
             share.find(p, load);
         }
-        run_keys = load.run_keys;
-        if (!early) break;
-        if (!share.empty()) {
-            Loader guess;
-            guess.item = share.first;
-            guess.place(p);
-            guess.ask_early(p);
+        loader.begin(p, share, load.run_keys);
+        if (guessed) {
+            if (!share.empty()) loader.ask_early(p);
+            wait_for_previous_kernel();
+            guess.ask(p);
         }
-        wait_for_previous_kernel();
-        if (load.still_right(p)) break;
+        loader.find_page(p);
+        if (!share.empty()) queries.fetch(p, share.first);
+#pragma unroll 1
+        for (int stage = 0; stage < STAGES - 1; stage++) loader.issue(p, shared);
+        if (!guessed) break;
+        wait_for_stage();
+        if (guess.right(p)) break;
+        asm volatile("cp.async.wait_all;" ::: "memory");
     }
     if (share.empty()) return;
+
     Item item = share.first;
-
-    Loader loader;
-    loader.item = item;
-    loader.end = share.end;
-    loader.run_keys = run_keys;
-    loader.stage = 0;
-    loader.of_v = loader.done = false;
-    loader.start(p);
-    Queries queries;
-    queries.fetch(p, item);
-
     Sums sums;
     Weights weights;
     Run run(shared);
     float scale = 1.0f;
     if (p.k_scales) scale = p.k_scales[divide_few(blockIdx.x, p.row_blocks) * p.k_scale_stride];
-    int stage = 0, ahead = STAGES - 1, row = -1, n, split_end;
+    scale *= p.scale;
+    int stage = 0, row = -1, n, split_end;
     bool of_v = false, entered = false;
     sums.clear();
     for (;;) {
-        if (ahead == 0 && !entered) {
-            if (row < 0) scale *= p.scale;  // not before keys are asked for: it waits for the scale of K
+        if (!entered) {
             if (row != item.row) queries.put(shared);
             row = item.row;
             split_end = item.split_end(item.n_begin);
@@ -232,11 +228,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
             run.clear();
             entered = true;
         }
-        if (ahead == 0 && !of_v && n >= split_end) {  // no tile of this split is left for this warp
+        if (!of_v && n >= split_end) {  // no tile of this split is left for this warp
             bool end = split_end >= item.n_end, more = false;
             Item next = item;
             if (end) {
-                more = next.next(p, run_keys, share.end);
+                more = next.next(p, loader.run_keys, share.end);
                 if (more && next.row != row) queries.fetch(p, next);
             }
             Part part;
@@ -254,10 +250,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
             continue;
         }
         loader.issue(p, shared);
-        if (ahead > 0) {  // fill the ring first
-            ahead--;
-            continue;
-        }
         wait_for_stage();
         if (!of_v) {
             float s[MT][NT][4];

@@ -115,7 +115,7 @@ class DecodePlan:
         """Tiles in flight: the tile's own number and what the schedule adds to it."""
         more = self.schedule.more_stages
         if self.backend == "cuda":
-            return cuda_shared(self.problem, self.tile.block_m, self.device, self.blocks_per_sm, more)[0]
+            return cuda_shared(self.problem, self.rows_per_block, self.device, self.blocks_per_sm, more)[0]
         return triton_stages(self.tile, self.problem, self.device, more)
 
     @property

@@ -159,10 +159,20 @@ def runs_on_cuda(problem: DecodeProblem, rows: int, device: DeviceSpec) -> bool:
 
 def cuda_tile(problem: DecodeProblem, rows: int, device: DeviceSpec) -> TileConfig:
     """The tile of backend "cuda": block_n counts the keys that the block's warps take at once, 16 or 32 each."""
-    columns = CUDA_COLUMNS if rows <= CUDA_COLUMNS else 2 * CUDA_COLUMNS
-    stages = cuda_shared(problem, columns, device)[0]
+    columns = cuda_columns(rows)
+    stages = cuda_shared(problem, rows, device)[0]
     compute = compute_dtype(problem.q_dtype, problem.kv_dtype)
     return TileConfig(columns, CUDA_WARPS * cuda_warp_keys(problem), CUDA_WARPS, stages, compute)
+
+
+def cuda_columns(rows: int) -> int:
+    """Of the products, for so many query vectors."""
+    return CUDA_COLUMNS if rows <= CUDA_COLUMNS else 2 * CUDA_COLUMNS
+
+
+def cuda_rows(rows: int) -> int:
+    """Query vectors that a block's threads are dealt to: a power of two."""
+    return min(1 << (rows - 1).bit_length(), 2 * CUDA_COLUMNS)
 
 
 def cuda_splits_per_block(tile: TileConfig, problem: DecodeProblem) -> int:
@@ -180,19 +190,21 @@ def cuda_warp_keys(problem: DecodeProblem) -> int:
 
 def cuda_shared(
     problem: DecodeProblem,
-    columns: int,
+    rows: int,
     device: DeviceSpec,
     blocks_per_sm: int = CUDA_BLOCKS_PER_SM,
     more_stages: int = 0,
 ) -> tuple[int, int]:
     """(stages of a warp's ring, bytes): sizeof(Shared) of backends/cuda_shape.cuh, with as many stages as let the
     blocks of an SM share it, up to CUDA_MAX_STAGES and more_stages, or the two that are needed."""
+    columns = cuda_columns(rows)
     row_chunks = [dim * DTYPE_BYTES[problem.kv_dtype] // 16 for dim in (problem.head_dim, problem.v_head_dim)]
     stage = cuda_warp_keys(problem) * 16 * max(n | 1 if n % 8 else n for n in row_chunks) + 4
     share = (device.shared_memory_bytes + BLOCK_RESERVE_BYTES) // blocks_per_sm - BLOCK_RESERVE_BYTES
     rest = columns * problem.head_dim * 2 + CUDA_WARPS * (8 * columns + 4)
-    if columns * problem.v_head_dim >= 8 * 256:  # registers are short: a part is kept here
-        rest += 4 * columns * problem.v_head_dim + 8 * 32 * CUDA_WARPS
+    part = 4 * -(-(problem.v_head_dim // 4) // (32 * CUDA_WARPS // cuda_rows(rows)))  # of which a thread keeps so much
+    if part >= 16:  # registers are short: it is kept here
+        rest += 4 * (part + 2) * 32 * CUDA_WARPS
     fitting = (share - rest) // (CUDA_WARPS * stage)
     stages = max(min(fitting, min(fitting, CUDA_MAX_STAGES) + more_stages), 2)
     return stages, -(-(CUDA_WARPS * stages * stage + rest) // 16) * 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -34,7 +35,7 @@ def taken(draw: st.DrawFn) -> tuple[DecodeProblem, int]:
     return asked, draw(st.integers(1, 8 if max(asked.head_dim, asked.v_head_dim) > 128 else 16))
 
 
-def shared_bytes(asked: DecodeProblem, columns: int, stages: int) -> int:
+def shared_bytes(asked: DecodeProblem, rows: int, stages: int) -> int:
     """sizeof(Shared) of cuda_shape.cuh, field by field: ring, q, ml, exists, free_stage, kept."""
 
     def pitch(chunks: int) -> int:  # 16-byte chunks between two rows: no two rows of eight in the same banks
@@ -42,8 +43,11 @@ def shared_bytes(asked: DecodeProblem, columns: int, stages: int) -> int:
 
     keys, size = cuda_warp_keys(asked), BYTES[asked.kv_dtype]
     ring = 4 * stages * keys * 16 * max(pitch(dim * size // 16) for dim in (asked.head_dim, asked.v_head_dim))
+    columns = 8 if rows <= 8 else 16
     q = columns // 8 * asked.head_dim // 16 * 32 * 8
-    kept = columns * asked.v_head_dim // 128 + 2 if columns * asked.v_head_dim >= 2048 else 0  # words of each thread
+    threads = next(128 // vectors for vectors in (1, 2, 4, 8, 16) if rows <= vectors)  # of a query vector
+    part = 4 * math.ceil(asked.v_head_dim / 4 / threads)  # words of each thread
+    kept = part + 2 if part >= 16 else 0
     total = ring + q + 4 * columns * 8 + 4 * stages * 4 + 4 * 4 + 128 * 4 * kept
     return (total + 15) // 16 * 16  # the ring's alignment
 
@@ -86,16 +90,15 @@ def test_the_device_decides_by_its_architecture_alone() -> None:
 def test_shared_memory_holds_what_the_kernel_declares(asked: tuple[DecodeProblem, int], device: DeviceSpec) -> None:
     """CASE-22: never over what a block may use, in whole 16 bytes, with as many stages as leave room for two blocks."""
     geometry, rows = asked
-    columns = cuda_tile(geometry, rows, device).block_m
-    stages, size = cuda_shared(geometry, columns, device)
+    stages, size = cuda_shared(geometry, rows, device)
     assert 2 <= stages <= 6
-    assert size == shared_bytes(geometry, columns, stages)
+    assert size == shared_bytes(geometry, rows, stages)
     assert size % 16 == 0
     assert size <= device.shared_memory_bytes
     half = (device.shared_memory_bytes + 1024) // 2 - 1024
     assert size <= half + 16 or stages == 2
     if stages < 6:
-        assert shared_bytes(geometry, columns, stages + 1) > half
+        assert shared_bytes(geometry, rows, stages + 1) > half
 
 
 @given(taken(), GPUS, GPUS, POLICIES, st.integers(1, 500), st.integers(1, 1024), st.sampled_from([None, 1, 16, 784]))

@@ -83,11 +83,11 @@ def test_stages_fit_the_shared_memory(case: Case, schedule: Schedule) -> None:
     assert plan.num_stages >= 2
     if plan.backend == "cuda":
         options = plan.blocks_per_sm, schedule.more_stages
-        _, size = cuda_shared(plan.problem, plan.tile.block_m, plan.device, *options)
+        _, size = cuda_shared(plan.problem, plan.rows_per_block, plan.device, *options)
         assert size <= plan.device.shared_memory_bytes
         share = (plan.device.shared_memory_bytes + 1024) // plan.blocks_per_sm - 1024
         assert size <= share + 16 or plan.num_stages == 2
-        fewer, as_many = (cuda_shared(plan.problem, plan.tile.block_m, plan.device, 2, more)[0] for more in (-1, 0))
+        fewer, as_many = (cuda_shared(plan.problem, plan.rows_per_block, plan.device, 2, more)[0] for more in (-1, 0))
         assert (fewer, as_many) == (max(as_many - 1, 2), plan.tile.num_stages)
     else:
         same = triton_stages(plan.tile, plan.problem, plan.device, 0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan import DecodePlan
-from ..tiles import cuda_shared
+from ..tiles import cuda_rows, cuda_shared
 from . import TENSORS
 from .cuda_build import TYPES, Defines, Source, load_kernel
 from .cuda_driver import Launches, launch_config
@@ -89,14 +89,14 @@ class CudaLaunch:
             ("UNEVEN_KEYS", plan.uneven_keys),
             ("WIDE_LENS", int(wide_lens)),
         )
-        columns = plan.tile.block_m
         stages, self._shared_bytes = cuda_shared(
-            problem, columns, plan.device, plan.blocks_per_sm, plan.schedule.more_stages
+            problem, plan.rows_per_block, plan.device, plan.blocks_per_sm, plan.schedule.more_stages
         )
         self._split: Defines = (
             *common,
             ("D", problem.head_dim),
-            ("NT", columns // 8),
+            ("NT", plan.tile.block_m // 8),
+            ("ROWS", cuda_rows(plan.rows_per_block)),
             ("KV_TYPE", TYPES[k_cache.dtype]),
             ("BK", plan.tile.block_n // plan.tile.num_warps),
             ("STAGES", stages),

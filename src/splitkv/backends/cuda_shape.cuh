@@ -13,12 +13,13 @@
 #define PITCH(chunks) ((chunks) % 8 ? (chunks) | 1 : (chunks))
 #define STAGE_CHUNKS (BK * (PITCH(K_CHUNKS) > PITCH(V_CHUNKS) ? PITCH(K_CHUNKS) : PITCH(V_CHUNKS)))
 #define JOIN_PITCH (DV % 32 ? DV + 4 : DV)
-#define JOIN_COLUMNS (STAGE_CHUNKS * 4 / JOIN_PITCH < VECTORS ? STAGE_CHUNKS * 4 / JOIN_PITCH : VECTORS)  // at once
-#define THREADS_PER_VECTOR (THREADS / VECTORS)
+#define JOIN_COLUMNS (STAGE_CHUNKS * 4 / JOIN_PITCH < ROWS ? STAGE_CHUNKS * 4 / JOIN_PITCH : ROWS)  // at once
+#define THREADS_PER_VECTOR (THREADS / ROWS)
 #define QUERY_STEPS ((NT * (D / 16) + WARPS - 1) / WARPS)
-#define PART (DV / THREADS_PER_VECTOR)  // elements of a part that a thread keeps
+#define FOURS ((DV / 4 + THREADS_PER_VECTOR - 1) / THREADS_PER_VECTOR)  // of a part's elements that a thread keeps
+#define PART (4 * FOURS)
 #define GUESSED_ROWS (STAGE_CHUNKS / 2 < 128 ? STAGE_CHUNKS / 2 : 128)  // of a batch, at most, for an early start
-#define KEPT_WORDS (DV * NT >= 256 ? PART + 2 : 0)  // of a part, where registers are short
+#define KEPT_WORDS (PART >= 16 ? PART + 2 : 0)  // of a part, where registers are short
 
 struct Shared {
     uint4 ring[WARPS][STAGES][STAGE_CHUNKS];
@@ -39,12 +40,11 @@ __device__ __forceinline__ int chunk_at(int r, int c) {
     return PITCH(CHUNKS) % 8 ? r * PITCH(CHUNKS) + c : r * CHUNKS + (c & ~7 | (c ^ r) & 7);
 }
 
-// Where an element of a column lies while warps join: a warp's stores, of eight rows and every other column, and its loads, of
-// consecutive elements of one to four columns, meet 32 banks.
+// Where an element of a column lies while warps join: fours stay together, and a warp's stores, of eight rows and every other
+// column, meet 32 banks.
 __device__ __forceinline__ int join_at(int column, int element) {
-    int moved = FP8 ? (column & 1) * THREADS_PER_VECTOR ^ (column & 2) << 3 ^ (column & 4) >> 2
-                    : (column & 1) << 4 ^ (column & 6) << 2;
-    return column * JOIN_PITCH + (DV % 32 ? element : (element & ~31) + (element & 31 ^ moved));
+    int moved = DV % 32 ? 0 : (column & 6) << 2;
+    return column * JOIN_PITCH + (element ^ moved);
 }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

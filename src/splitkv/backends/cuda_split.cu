@@ -1,6 +1,6 @@
 // Backend "cuda", first kernel: streams the cache once and leaves one part per unit of a row (plan.py), or the answer.
 //
-// Compile-time: D, DV (head sizes), NT (tiles of 8 query vectors), KV_TYPE, OUT_TYPE (the query's), BK (keys per tile), STAGES
+// Compile-time: D, DV (head sizes), NT (tiles of 8 query vectors), ROWS (of them, a power of two, that may exist), KV_TYPE, OUT_TYPE (the query's), BK (keys per tile), STAGES
 // (of the ring), SHARED_BYTES, PAGED, VECTOR (whether rows load in 16-byte vectors), MAX_RUN
 // (1, 4 or 16), CAUSAL (several queries a row), SOFTCAP, MASK (a type, or NONE).
 //
@@ -9,8 +9,15 @@
 // cores' products and query vectors in their eight columns, so nothing is padded at up to eight vectors:
 // S^T = K Q^T, O^T = V^T P^T. A split's four parts join in shared memory.
 
-// A part as the block keeps it: of query vector threadIdx.x / THREADS_PER_VECTOR, every THREADS_PER_VECTOR-th element.
+// A part as the block keeps it: of query vector threadIdx.x / THREADS_PER_VECTOR, every THREADS_PER_VECTOR-th four elements.
 typedef PartOf<PART> Part;
+
+// The first element of a thread's i-th four.
+__device__ __forceinline__ int four_at(int i) {
+    return 4 * (threadIdx.x % THREADS_PER_VECTOR + i * THREADS_PER_VECTOR);
+}
+
+__device__ __forceinline__ bool four_exists(int i) { return DV / 4 % THREADS_PER_VECTOR == 0 || four_at(i) < DV; }
 
 // A part that lasts from split to split: in shared memory where registers are short.
 struct Kept {
@@ -85,8 +92,8 @@ struct Run {
     }
 };
 
-// The four warps' parts of one query vector, joined in the warps' order. `first`: this thread's first element of each.
-__device__ __forceinline__ void join_warps(const Shared& shared, int column, int first, int vector, Part& part) {
+// The four warps' parts of this thread's query vector, joined in the warps' order.
+__device__ __forceinline__ void join_warps(const Shared& shared, int column, int vector, Part& part) {
     const float* from[WARPS];
     float2 ml[WARPS];
     float weight[WARPS];
@@ -104,11 +111,18 @@ __device__ __forceinline__ void join_warps(const Shared& shared, int column, int
         part.l = fmaf(ml[w].y, weight[w], part.l);
     }
 #pragma unroll
-    for (int i = 0; i < PART; i++) {
-        part.acc[i] = 0.0f;
+    for (int i = 0; i < FOURS; i++) {
+        float* acc = part.acc + 4 * i;
+        acc[0] = acc[1] = acc[2] = acc[3] = 0.0f;
+        if (!four_exists(i)) continue;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++)
-            part.acc[i] = fmaf(from[w][join_at(column, first + i * THREADS_PER_VECTOR)], weight[w], part.acc[i]);
+        for (int w = 0; w < WARPS; w++) {
+            float4 x = *(const float4*)(from[w] + join_at(column, four_at(i)));
+            acc[0] = fmaf(x.x, weight[w], acc[0]);
+            acc[1] = fmaf(x.y, weight[w], acc[1]);
+            acc[2] = fmaf(x.z, weight[w], acc[2]);
+            acc[3] = fmaf(x.w, weight[w], acc[3]);
+        }
     }
 }
 
@@ -116,7 +130,7 @@ __device__ __forceinline__ void join_warps(const Shared& shared, int column, int
 // yet filled again, as many columns at a time as those hold.
 __device__ __forceinline__ void close_split(const Params& p, Shared& shared, Sums& sums, int free_stage, Part& part) {
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    int vector = threadIdx.x / THREADS_PER_VECTOR, first = threadIdx.x % THREADS_PER_VECTOR;
+    int vector = threadIdx.x / THREADS_PER_VECTOR;
     float* buffer = (float*)shared.ring[warp][free_stage];
     if (lane == 0) shared.free_stage[warp] = free_stage;
 #pragma unroll
@@ -137,16 +151,21 @@ __device__ __forceinline__ void close_split(const Params& p, Shared& shared, Sum
                 int mine = nt * 8 + 2 * t + j - column;
                 if (mine >= 0 && mine < JOIN_COLUMNS) {
 #pragma unroll
-                    for (int mt = 0; mt < DV / 16; mt++)
-#pragma unroll
-                        for (int i = 0; i < 2; i++)
-                            buffer[join_at(mine, mt * 16 + (FP8 ? 2 * g + i : g + i * 8))] = sums.acc[mt][nt][2 * i + j];
+                    for (int mt = 0; mt < DV / 16; mt++) {
+                        float x = sums.acc[mt][nt][j], y = sums.acc[mt][nt][2 + j];
+                        if (FP8) {
+                            *(float2*)(buffer + join_at(mine, mt * 16 + 2 * g)) = make_float2(x, y);
+                        } else {
+                            buffer[join_at(mine, mt * 16 + g)] = x;
+                            buffer[join_at(mine, mt * 16 + g + 8)] = y;
+                        }
+                    }
                 }
             }
         }
         __syncthreads();
         int mine = vector - column;
-        if (mine >= 0 && mine < JOIN_COLUMNS) join_warps(shared, mine, first, vector, part);
+        if (mine >= 0 && mine < JOIN_COLUMNS) join_warps(shared, mine, vector, part);
         __syncthreads();
     }
     sums.clear();
@@ -155,21 +174,26 @@ __device__ __forceinline__ void close_split(const Params& p, Shared& shared, Sum
 // The answer where the row is one unit, else the unit's part in the workspace.
 __device__ __forceinline__ void store(const Params& p, const Item& item, const Part& part) {
     Vector vector(p, threadIdx.x / THREADS_PER_VECTOR);
-    int first = threadIdx.x % THREADS_PER_VECTOR;
+    bool first = threadIdx.x % THREADS_PER_VECTOR == 0;
     if (!vector.valid) return;
     if (item.cut.units > 1) {
         i64 at = ((i64)item.slot * p.num_kv_heads * p.group + vector.head) * p.q_len + vector.query;
 #pragma unroll
-        for (int i = 0; i < PART; i++) p.partial_out[at * DV + first + i * THREADS_PER_VECTOR] = part.acc[i];
-        if (first == 0) ((float2*)p.partial_ml)[at] = make_float2(part.m, part.l);
+        for (int i = 0; i < FOURS; i++) {
+            const float* acc = part.acc + 4 * i;
+            float4* to = (float4*)(p.partial_out + at * DV + four_at(i));
+            if (four_exists(i)) *to = make_float4(acc[0], acc[1], acc[2], acc[3]);
+        }
+        if (first) ((float2*)p.partial_ml)[at] = make_float2(part.m, part.l);
         return;
     }
     Finish finish(p, vector.head);
     finish.end(p, part.m, part.l);
     u16* out = (u16*)p.out + item.row * p.out_stride_b + vector.query * p.out_stride_i + vector.head * p.out_stride_h;
 #pragma unroll
-    for (int i = 0; i < PART; i++) out[first + i * THREADS_PER_VECTOR] = to_16_bits(finish(part.acc[i]));
-    if (p.lse && first == 0)
+    for (int i = 0; i < PART; i++)
+        if (four_exists(i / 4)) out[four_at(i / 4) + i % 4] = to_16_bits(finish(part.acc[i]));
+    if (p.lse && first)
         p.lse[item.row * p.lse_stride_b + vector.query * p.lse_stride_i + vector.head * p.lse_stride_h] = finish.lse;
 }
 

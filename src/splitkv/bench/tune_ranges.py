@@ -20,6 +20,8 @@ SHORT, LONG, ANY = (0, 8192), (8193, MAX_CONTEXT), (0, MAX_CONTEXT)
 DIMS = {64: (16, 64), 128: (65, 128), 256: (129, 256)}
 GROUP, WIDE, WIDER = (1, 8), (9, 16), (17, 64)
 """Query vectors that read the same keys: one tile of eight columns of the tensor cores, two, and more."""
+HALF, FULL = (1, 4), (5, 8)
+"""GROUP in two, where they differ."""
 
 TRIED: dict[str, dict[str, tuple[int, ...]]] = {
     "cuda": {
@@ -78,7 +80,8 @@ def _range(
 
 RANGES = (
     _range("bf16", 128, GROUP, SOME, ANY, (16, "32/8", 8192), (32, "32/8", 0)),
-    _range("bf16", 128, GROUP, MANY, ANY, (64, "32/8", 4096), (64, "8/1", 8192)),
+    _range("bf16", 128, HALF, MANY, ANY, (64, "32/8", 4096)),
+    _range("bf16", 128, FULL, MANY, ANY, (64, "8/1", 8192), (64, "8/1", 0)),
     _range("bf16", 128, GROUP, ONE, SHORT, (1, "32/8", 4096)),
     _range("bf16", 128, GROUP, ONE, LONG, (1, "32/8", 32_768), (1, "32/8", 131_072)),
     _range("bf16", 128, GROUP, FEW, ANY, (4, "32/8", 16_384), (8, "32/8", 0)),

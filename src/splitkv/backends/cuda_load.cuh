@@ -38,9 +38,9 @@ struct Guess {
         Lengths from(p), taken = from;
 #pragma unroll 1
         for (int base = 0; base < p.batch; base += 32) {
-            int row = min(base + (int)(threadIdx.x & 31), p.batch - 1);
-            if (from.lens) lens[row] = __ldcg(from.lens + row);
-            if (from.starts) starts[row] = __ldcg(from.starts + row);
+            int row = base + (threadIdx.x & 31);
+            if (from.lens && row < p.batch) lens[row] = __ldcg(from.lens + row);
+            if (from.starts && row < p.batch) starts[row] = __ldcg(from.starts + row);
         }
         __syncwarp();
         if (from.lens) taken.lens = lens;
@@ -53,9 +53,9 @@ struct Guess {
         Lengths from(p);
 #pragma unroll 1
         for (int base = 0; base < p.batch; base += 32) {
-            int row = min(base + (int)(threadIdx.x & 31), p.batch - 1);
-            if (from.lens) copy_value(lens_now + row, from.lens + row);
-            if (from.starts) copy_value(starts_now + row, from.starts + row);
+            int row = base + (threadIdx.x & 31);
+            if (from.lens && row < p.batch) copy_value(lens_now + row, from.lens + row);
+            if (from.starts && row < p.batch) copy_value(starts_now + row, from.starts + row);
         }
         end_copies();
     }
@@ -68,6 +68,7 @@ struct Guess {
             if (p.seq_lens) same &= lens[row] == lens_now[row];
             if (p.starts) same &= starts[row] == starts_now[row];
         }
+        __syncwarp();  // before the stage is filled
         return __all_sync(~0u, same);
     }
 };

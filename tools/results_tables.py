@@ -132,9 +132,7 @@ def performance_page() -> str:
 
 
 E2E_FILES = {
-    (H200, "e2e-one-row"): "Qwen3.5-9B, KV dtypes, the newest attention kernels",
-    (H200, "e2e"): "Batches, the attention kernels before",
-    (H200, "e2e-triton-products"): "The same before cuda_product.cu, all rows",
+    (H200, "e2e"): "Qwen3.5-9B, KV dtypes and batches",
     (H200, "e2e-llamacpp"): "Beside llama.cpp, on the same weights",
     (H200, "e2e-others"): "Other geometries",
     (CPU, "e2e-smollm2"): "SmolLM2's own weights on two cores",

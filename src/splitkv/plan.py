@@ -41,7 +41,7 @@ from .tiles import (
 from .tuning import Schedule, lookup
 
 CUDA_WAVES, UNEVEN_SHARE_BYTES = 4, 768 * KIB
-"""Loaded launches of backend cuda have so many blocks for each that the GPU holds (cuda_load.cuh, Share). They work
+"""Loaded launches of backend cuda have so many blocks for each that the GPU holds (cuda_share.cuh, Share). They work
 where rows differ and a block's share of K and V is this much: below, their starts cost more than they even out."""
 CPU_TILE_KEYS = 64
 """TILE_KEYS of cpu_scores.h."""

@@ -143,15 +143,15 @@ struct Row {
     }
 };
 
-// The load, read on the device: `Load` reads the rows, `settle` decides.
-struct Load {
+// The load, read on the device: it reads the rows, `settle` decides.
+struct Workload {
     Lengths from;
     Row row;      // of the first 32, one per lane; the last again where the batch has fewer
     float total;  // keys
     bool alike;   // all rows have as many keys
     int run_keys = 0;
 
-    __device__ __forceinline__ Load(const Params& p, const Lengths& from) : from(from) {
+    __device__ __forceinline__ Workload(const Params& p, const Lengths& from) : from(from) {
         u32 low = 0, high = 0;  // a sum in halves: exact, and each fits
         int longest = 0, shortest = INT_MAX;
 #pragma unroll 2  // so that two reads are on their way
@@ -203,9 +203,9 @@ struct Rows {
     Row row;
     Work own, before;  // of this lane's row, and of all rows before it
 
-    __device__ __forceinline__ Rows(const Params& p, const Load& load) : row(load.row) { add_up(p, 0, {0, 0}); }
+    __device__ __forceinline__ Rows(const Params& p, const Workload& load) : row(load.row) { add_up(p, 0, {0, 0}); }
 
-    __device__ __forceinline__ void load_next(const Params& p, const Load& load) {
+    __device__ __forceinline__ void load_next(const Params& p, const Workload& load) {
         Work until = {__shfl_sync(~0u, before.units + own.units, 31), __shfl_sync(~0u, before.cost + own.cost, 31)};
         row.read_and_cut(p, load.from, min(base + 32 + (int)(threadIdx.x & 31), p.batch - 1), load.run_keys);
         add_up(p, base + 32, until);

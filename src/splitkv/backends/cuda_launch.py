@@ -17,7 +17,8 @@ from .cuda_driver import Launches, launch_config
 from .launching import addresses_of, steps
 
 _SHARED = ("backends/cuda_basics.cuh", "backends/cuda_common.cuh")
-_SPLIT = ("backends/cuda_shape.cuh", "backends/cuda_load.cuh", "backends/cuda_tile.cuh", "backends/cuda_split.cu")
+_PARTS = ("shape.cuh", "share.cuh", "load.cuh", "tile.cuh", "split.cu")
+_SPLIT = tuple(f"backends/cuda_{part}" for part in _PARTS)
 SPLIT, MERGE = Source("split", _SHARED + _SPLIT), Source("merge", (*_SHARED, "backends/cuda_merge.cu"))
 PARAMS = struct.Struct("=14q22q17i3f")
 """cuda_common.cuh's Params, field by field."""

@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_ke
     float* lse = p.lse + row * p.lse_stride_b + query * p.lse_stride_i + head * p.lse_stride_h;
     int units = 0, first = 0;
     if (exists) {
-        Load load(p, Lengths(p));
+        Workload load(p, Lengths(p));
         load.settle(p);
         units = load.row.cut.units;
         first = row * units;

@@ -49,6 +49,15 @@ __device__ __forceinline__ int join_at(int column, int element) {
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
+// Copies since the last end are waited for together.
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Up to 8 bytes, aligned as they are, on their way into shared memory.
+template <typename T>
+__device__ __forceinline__ void copy_value(T* to, const T* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(shared_address(to)), "l"(from), "n"(sizeof(T)) : "memory");
+}
+
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], const uint4* at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(at)));

@@ -1,8 +1,8 @@
 // Backend "cuda", first kernel: streams the cache once and leaves one part per unit of a row (plan.py), or the answer.
 //
-// Compile-time: D, DV (head sizes), NT (tiles of 8 query vectors), ROWS (of them, a power of two, that may exist), KV_TYPE, OUT_TYPE (the query's), BK (keys per tile), STAGES
-// (of the ring), SHARED_BYTES, PAGED, VECTOR (whether rows load in 16-byte vectors), MAX_RUN
-// (1, 4 or 16), CAUSAL (several queries a row), SOFTCAP, MASK (a type, or NONE).
+// Compile-time: D, DV (head sizes), NT (tiles of 8 query vectors), ROWS (query vectors that may exist: a power of two),
+// KV_TYPE, OUT_TYPE (the query's), BK (keys per tile), STAGES (of the ring), SHARED_BYTES, PAGED, VECTOR (whether rows load in 16-byte
+// vectors), MAX_RUN (1, 4 or 16), CAUSAL (several queries a row), SOFTCAP, MASK (a type, or NONE).
 //
 // Four warps, each on its own: it brings tiles of BK keys into its own ring in shared memory with cp.async, several ahead,
 // across splits and units, and never waits for another warp until a split ends. Keys stand in the rows of the tensor
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
     if (!guessed) wait_for_previous_kernel();
 #pragma unroll 1
     for (;; guessed = false) {  // what the lengths say early is a guess: the kernel in front may still write them
-        Load load(p, guessed ? guess.take(p) : Lengths(p));
+        Workload load(p, guessed ? guess.take(p) : Lengths(p));
         share.first.slot = share.end = 0;
         if (blockIdx.y < p.blocks || !load.even(p)) {
             load.settle(p);

@@ -23,6 +23,7 @@ from cpu_case import (
     decode,
     launch,
     problem,
+    random,
     use_backend,
 )
 from torch import Tensor
@@ -102,6 +103,26 @@ def test_strides_do_not_show(backend: str, layout: str, kv_dtype: torch.dtype) -
     spread = torch.full((3, 1, 4, 2, 64), NAN)
     spread[:, :, :, 0] = q
     assert_same(plain, decode(spread[:, :, :, 0], k, v, lens))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4])
+@pytest.mark.parametrize("page_size", [None, 1, 7, 64])
+def test_keys_one_after_another_do_not_show(page_size: int | None, group: int) -> None:
+    """Keys of f32 that follow each other in memory are read as a stream (cpu_stream.h); heads first, in blocks."""
+    q, k, v, lens = problem((331, 70, 5, 0), heads=(4 * group, 4), dims=(80, 96))
+    options: list[dict[str, Any]] = [{}, {"window": 67}, {"starts": torch.tensor([3, 9, 0, 0], dtype=torch.int32)}]
+    if page_size is None:
+        mask = random(4, 4 * group, 1, k.shape[1], seed=5)
+        mask[:, ::3, :, 40:50] = -math.inf
+        options.append({"mask": mask})
+    for option in options:
+        blocks = decode(q, laid_out(k, "heads first"), laid_out(v, "heads first"), lens, policy="4", **option)
+        if page_size is None:
+            assert_same(blocks, decode(q, k, v, lens, policy="4", **option))
+        else:
+            k_pages, table = in_pages(k, page_size, NAN)
+            v_pages, _ = in_pages(v, page_size, NAN)
+            assert_same(blocks, decode(q, k_pages, v_pages, lens, policy="4", block_table=table, **option))
 
 
 @pytest.mark.parametrize("kv_dtype", [F32, BF16, E4M3, E5M2], ids=str)

@@ -16,6 +16,7 @@ struct job {
     enum product product;
     int64_t k_block, v_block; /* keys whose K, or V, is read in one go, in the order of memory */
     bool turned;              /* keys are scored in lanes */
+    bool streams;             /* K and V are read as in cpu_stream.h, where all keys are present */
     int q_width;              /* floats that a query row fills (enum product) */
     float *q;                 /* [batch, query rows, q_width]: see load_query */
     int64_t k_bytes, v_bytes; /* of a key's row of one KV head */
@@ -106,11 +107,9 @@ static struct block block_of(const struct job *job, const struct tile *tile, boo
     };
 }
 
-/* What will be read next, in the order of memory. */
-static void look_ahead(struct ahead *ahead, const struct task *task, struct block block) {
+static void add_block(struct ahead *ahead, const struct task *task, struct block block) {
     const int64_t stride = block.view->stride[2];
     const bool adjacent = stride == block.row_bytes; /* then one run of memory per key */
-    ahead->next = ahead->count = 0;
     if (adjacent && block.in_one_page && block.count > 0 && block.view->stride[1] == task->heads * stride) {
         add_run(ahead, block.keys[0] + task->first_head * stride, block.count * block.view->stride[1]);
         block.count = 0;
@@ -120,6 +119,24 @@ static void look_ahead(struct ahead *ahead, const struct task *task, struct bloc
             if (block.keys[j])
                 add_run(ahead, block.keys[j] + (task->first_head + h) * stride,
                         adjacent ? task->heads * block.row_bytes : block.row_bytes);
+}
+
+/* What will be read next, in the order of memory. */
+static void look_ahead(struct ahead *ahead, const struct task *task, struct block block) {
+    ahead->next = ahead->count = 0;
+    add_block(ahead, task, block);
+    next_run(ahead);
+}
+
+/* The same for a stream of a tile's K or V: all but the keys that were asked for already, and as many of `next`. */
+static void look_along(struct ahead *ahead, const struct job *job, const struct task *task, const struct tile *tile,
+                       bool of_v, const struct task *following, struct block next) {
+    const int64_t key_bytes = task->heads * (of_v ? job->v_bytes : job->k_bytes);
+    const int lead = (int)max64(STREAM_LEAD_BYTES / key_bytes, 1);
+    ahead->next = ahead->count = 0;
+    if (lead < tile->count) add_block(ahead, task, block_of(job, tile, of_v, lead));
+    next.count = (int)min64(next.count, lead);
+    add_block(ahead, following, next);
     next_run(ahead);
 }
 
@@ -129,6 +146,11 @@ static void score_tile(const struct job *job, const struct task *task, const str
     const int rows = (int)job->group_rows;
     struct ahead ahead;
     const char *present[TILE_KEYS];
+    if (job->streams && !tile->absent) {
+        look_along(&ahead, job, task, tile, false, task, block_of(job, tile, true, 0));
+        stream_scores(rows, task->heads, q, job->q_width, tile->k, tile->count, &ahead, scratch->scores);
+        return;
+    }
     for (int j = 0; j < tile->count; j += (int)job->k_block) {
         const struct block block = block_of(job, tile, false, j);
         const bool last = j + block.count == tile->count;
@@ -182,6 +204,11 @@ static void attend_tile(const struct job *job, const struct task *task, const st
         const char *const *const keys = resolve(tile, tile->v, tile->count, &offset, scratch->zeros, present);
         add_visible_values(job, keys, offset, tile->count, scores, factor, part.acc + h * rows * dim);
         done |= 1ull << h;
+    }
+    if (job->streams && !tile->absent && !done) {
+        look_along(&ahead, job, task, tile, true, following, block_of(job, next, false, 0));
+        stream_sums(rows, task->heads, tile->v, tile->count, scratch->scores, scratch->factor, &ahead, part.acc, dim);
+        return;
     }
     for (int j = 0; j < tile->count; j += (int)job->v_block) {
         const struct block block = block_of(job, tile, true, j);

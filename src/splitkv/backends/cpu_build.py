@@ -19,7 +19,7 @@ from ..whole_file import whole_file
 from .cache_files import cache_directory
 
 SOURCE = Path(__file__).with_name("cpu_kernel.c")
-_PARTS = ("ahead", "attend", "call", "product", "rows", "scores", "tile", "tree", "vec")
+_PARTS = ("ahead", "attend", "call", "product", "rows", "scores", "stream", "tile", "tree", "vec")
 HEADERS = tuple(f"cpu_{part}.h" for part in _PARTS)
 
 BASE_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC", "-shared")

@@ -213,6 +213,22 @@ static int64_t keys_per_block(int64_t key_bytes, int64_t least) {
     return min64(max64(BLOCK_BYTES / key_bytes / least * least, least), TILE_KEYS);
 }
 
+/* Whether each key's rows of all heads are one run of f32, for K or for V. */
+static bool one_run_per_key(const struct job *job, const struct view *view, int64_t dim) {
+    const int64_t row_bytes = dim * item_bytes[F32], key_bytes = job->heads * row_bytes;
+    return view->dtype == F32 && dim % LANES == 0 && key_bytes >= STREAM_KEY_BYTES && view->stride[2] == row_bytes &&
+           view->stride[1] == key_bytes;
+}
+
+/* Whether K and V are read as in cpu_stream.h. */
+static bool reads_streams(const struct job *job) {
+    const struct call *const call = job->call;
+    const bool few_rows = job->group_rows <= STREAM_ROWS &&
+                          job->heads * job->group_rows * job->v_bytes <= STREAM_SUMS_BYTES;
+    return HAVE_STREAMS && few_rows && !job->turned && job->heads == call->num_kv_heads &&
+           one_run_per_key(job, &call->k, call->head_dim) && one_run_per_key(job, &call->v, call->v_head_dim);
+}
+
 int splitkv_cpu_decode(const struct call *call) {
     struct row *const rows = malloc((size_t)max64(call->batch, 1) * sizeof *rows);
     if (!rows) return NO_MEMORY;
@@ -229,8 +245,9 @@ int splitkv_cpu_decode(const struct call *call) {
 
     const int64_t units = cut_rows(call, rows);
     job.heads = heads_per_task(call, units);
-    job.k_block = keys_per_block(job.heads * job.k_bytes, job.turned ? TURNED_KEYS : 4);
-    job.v_block = keys_per_block(job.heads * job.v_bytes, 8);
+    job.streams = reads_streams(&job);
+    job.k_block = job.streams ? TILE_KEYS : keys_per_block(job.heads * job.k_bytes, job.turned ? TURNED_KEYS : 4);
+    job.v_block = job.streams ? TILE_KEYS : keys_per_block(job.heads * job.v_bytes, 8);
     const int64_t tasks = units * ceil_div(call->num_kv_heads, job.heads);
     const int64_t threads = max64(min64(call->num_threads, tasks), 1); /* one even for an empty batch */
 

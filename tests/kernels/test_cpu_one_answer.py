@@ -105,11 +105,12 @@ def test_strides_do_not_show(backend: str, layout: str, kv_dtype: torch.dtype) -
     assert_same(plain, decode(spread[:, :, :, 0], k, v, lens))
 
 
+@pytest.mark.parametrize("dtype, dims", [(F32, (80, 96)), (BF16, (160, 128)), (BF16, (256, 256))], ids=str)
 @pytest.mark.parametrize("group", [1, 2, 3, 4])
 @pytest.mark.parametrize("page_size", [None, 1, 7, 64])
-def test_keys_one_after_another_do_not_show(page_size: int | None, group: int) -> None:
-    """Keys of f32 that follow each other in memory are read as a stream (cpu_stream.h); heads first, in blocks."""
-    q, k, v, lens = problem((331, 70, 5, 0), heads=(4 * group, 4), dims=(80, 96))
+def test_streams_do_not_show(page_size: int | None, group: int, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    """Keys that follow each other in memory are read as a stream (cpu_stream.h); heads first, in blocks."""
+    q, k, v, lens = problem((331, 70, 5, 0), heads=(4 * group, 4), dims=dims, q_dtype=dtype, kv_dtype=dtype)
     options: list[dict[str, Any]] = [{}, {"window": 67}, {"starts": torch.tensor([3, 9, 0, 0], dtype=torch.int32)}]
     if page_size is None:
         mask = random(4, 4 * group, 1, k.shape[1], seed=5)

@@ -128,15 +128,21 @@ static void look_ahead(struct ahead *ahead, const struct task *task, struct bloc
     next_run(ahead);
 }
 
-/* The same for a stream of a tile's K or V: all but the keys that were asked for already, and as many of `next`. */
-static void look_along(struct ahead *ahead, const struct job *job, const struct task *task, const struct tile *tile,
-                       bool of_v, const struct task *following, struct block next) {
+/* Keys of a stream that are asked for before the first is read. */
+static int lead_keys(const struct job *job, const struct task *task, bool of_v) {
     const int64_t key_bytes = task->heads * (of_v ? job->v_bytes : job->k_bytes);
-    const int lead = (int)max64(STREAM_LEAD_BYTES / key_bytes, 1);
+    return (int)max64(STREAM_LEAD_BYTES / key_bytes, 1);
+}
+
+/* What is asked for while a tile's K, or V, streams by: the rest of it, and the first keys of the stream after it. */
+static void look_along(struct ahead *ahead, const struct job *job, const struct task *task, const struct tile *tile,
+                       bool of_v, const struct task *following, const struct tile *next) {
+    const int lead = lead_keys(job, task, of_v);
+    struct block after = block_of(job, next, !of_v, 0);
+    after.count = (int)min64(after.count, lead_keys(job, following, !of_v));
     ahead->next = ahead->count = 0;
     if (lead < tile->count) add_block(ahead, task, block_of(job, tile, of_v, lead));
-    next.count = (int)min64(next.count, lead);
-    add_block(ahead, following, next);
+    add_block(ahead, following, after);
     next_run(ahead);
 }
 
@@ -147,8 +153,9 @@ static void score_tile(const struct job *job, const struct task *task, const str
     struct ahead ahead;
     const char *present[TILE_KEYS];
     if (job->streams && !tile->absent) {
-        look_along(&ahead, job, task, tile, false, task, block_of(job, tile, true, 0));
-        stream_scores(rows, task->heads, q, job->q_width, tile->k, tile->count, &ahead, scratch->scores);
+        look_along(&ahead, job, task, tile, false, task, tile);
+        stream_scores(&job->k_reader, rows, task->heads, q, job->q_width, tile->k, tile->count,
+                      &ahead, scratch->scores);
         return;
     }
     for (int j = 0; j < tile->count; j += (int)job->k_block) {
@@ -206,8 +213,9 @@ static void attend_tile(const struct job *job, const struct task *task, const st
         done |= 1ull << h;
     }
     if (job->streams && !tile->absent && !done) {
-        look_along(&ahead, job, task, tile, true, following, block_of(job, next, false, 0));
-        stream_sums(rows, task->heads, tile->v, tile->count, scratch->scores, scratch->factor, &ahead, part.acc, dim);
+        look_along(&ahead, job, task, tile, true, following, next);
+        stream_sums(&job->v_reader, rows, task->heads, tile->v, tile->count, scratch->scores,
+                    scratch->factor, &ahead, part.acc, dim);
         return;
     }
     for (int j = 0; j < tile->count; j += (int)job->v_block) {

@@ -213,20 +213,22 @@ static int64_t keys_per_block(int64_t key_bytes, int64_t least) {
     return min64(max64(BLOCK_BYTES / key_bytes / least * least, least), TILE_KEYS);
 }
 
-/* Whether each key's rows of all heads are one run of f32, for K or for V. */
-static bool one_run_per_key(const struct job *job, const struct view *view, int64_t dim) {
-    const int64_t row_bytes = dim * item_bytes[F32], key_bytes = job->heads * row_bytes;
-    return view->dtype == F32 && dim % LANES == 0 && key_bytes >= STREAM_KEY_BYTES && view->stride[2] == row_bytes &&
-           view->stride[1] == key_bytes;
+/* Whether it pays to read K, or V, as a stream, which needs each key's rows of all heads in one run of memory. */
+static bool makes_stream(const struct job *job, const struct view *view, int64_t dim) {
+    const enum dtype dtype = (enum dtype)view->dtype;
+    const int64_t row_bytes = dim * item_bytes[dtype], key_bytes = job->heads * row_bytes;
+    const bool wide = row_bytes >= STREAM_WIDE_BYTES || job->group_rows < STREAM_ROWS;
+    return (dtype == F32 || (dtype == BF16 && job->product == IN_PAIRS && wide)) && row_bytes % LINE_BYTES == 0 &&
+           key_bytes >= STREAM_KEY_BYTES && view->stride[2] == row_bytes && view->stride[1] == key_bytes;
 }
 
 /* Whether K and V are read as in cpu_stream.h. */
 static bool reads_streams(const struct job *job) {
     const struct call *const call = job->call;
-    const bool few_rows = job->group_rows <= STREAM_ROWS &&
-                          job->heads * job->group_rows * job->v_bytes <= STREAM_SUMS_BYTES;
-    return HAVE_STREAMS && few_rows && !job->turned && job->heads == call->num_kv_heads &&
-           one_run_per_key(job, &call->k, call->head_dim) && one_run_per_key(job, &call->v, call->v_head_dim);
+    const int64_t sums = job->heads * job->group_rows * call->v_head_dim * (int64_t)sizeof(float);
+    return HAVE_STREAMS && job->group_rows <= STREAM_ROWS && sums <= STREAM_SUMS_BYTES && !job->turned &&
+           job->heads == call->num_kv_heads && makes_stream(job, &call->k, call->head_dim) &&
+           makes_stream(job, &call->v, call->v_head_dim);
 }
 
 int splitkv_cpu_decode(const struct call *call) {

@@ -3,6 +3,7 @@
 #ifndef SPLITKV_CPU_ATTEND_H
 #define SPLITKV_CPU_ATTEND_H
 
+#include "cpu_stream.h"
 #include "cpu_tree.h"
 
 #define MOST_HEADS 64           /* KV heads of a task */
@@ -154,8 +155,8 @@ static void score_tile(const struct job *job, const struct task *task, const str
     const char *present[TILE_KEYS];
     if (job->streams && !tile->absent) {
         look_along(&ahead, job, task, tile, false, task, tile);
-        stream_scores(&job->k_reader, rows, task->heads, q, job->q_width, tile->k, tile->count,
-                      &ahead, scratch->scores);
+        stream_scores(&job->k_reader, rows, task->heads, q, job->q_width, tile->k, tile->count, &ahead,
+                      scratch->scores);
         return;
     }
     for (int j = 0; j < tile->count; j += (int)job->k_block) {
@@ -214,8 +215,8 @@ static void attend_tile(const struct job *job, const struct task *task, const st
     }
     if (job->streams && !tile->absent && !done) {
         look_along(&ahead, job, task, tile, true, following, next);
-        stream_sums(&job->v_reader, rows, task->heads, tile->v, tile->count, scratch->scores,
-                    scratch->factor, &ahead, part.acc, dim);
+        stream_sums(&job->v_reader, rows, task->heads, tile->v, tile->count, scratch->scores, scratch->factor, &ahead,
+                    part.acc, dim);
         return;
     }
     for (int j = 0; j < tile->count; j += (int)job->v_block) {

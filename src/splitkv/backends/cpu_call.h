@@ -3,7 +3,7 @@
 #ifndef SPLITKV_CPU_CALL_H
 #define SPLITKV_CPU_CALL_H
 
-#include "cpu_stream.h"
+#include "cpu_tile.h"
 
 #define FAN_OUT 4     /* children of a node of the merge tree */
 #define UNIT_LEVELS 2 /* levels that may be joined inside a unit */

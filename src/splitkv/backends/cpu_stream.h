@@ -54,8 +54,8 @@ INLINE void stream_key(const enum product product, const enum dtype dtype, const
 
 /* The same for all heads. */
 INLINE void key_heads(const enum product product, const enum dtype dtype, const struct reader *reader, const int rows,
-                         const int keys, int64_t heads, const float *q, int width, const char *const *k,
-                         struct ahead *ahead, float *scores) {
+                      const int keys, int64_t heads, const float *q, int width, const char *const *k,
+                      struct ahead *ahead, float *scores) {
     const int64_t row_bytes = (int64_t)width / LANES * LINE_BYTES;
     struct share share = next_share(ahead, keys * heads * row_bytes);
     for (int64_t h = 0; h < heads; h++)

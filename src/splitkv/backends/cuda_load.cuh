@@ -144,6 +144,9 @@ struct Loader {
     }
 };
 
+// Until nothing of this lane's is on its way.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Until the oldest stage on its way is there for the whole warp.
 __device__ __forceinline__ void wait_for_stage() {
     asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");

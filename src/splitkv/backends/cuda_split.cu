@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
         if (!guessed) break;
         wait_for_stage();
         if (guess.right(p)) break;
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        wait_for_copies();
     }
     if (share.empty()) return;
 

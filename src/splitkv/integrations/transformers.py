@@ -139,11 +139,16 @@ def attention(
             f"past_key_values: {type(module).__name__} changes keys or values after the cache; supported for it is a "
             "SplitKVCache without pages and scales, in the model's dtype, got another one"
         )
-    masked = attention_mask is not None and not bounds
-    if stored is not None and masked and not torch.compiler.is_compiling() and is_cuda_stream_capturing():
+    if (
+        stored is not None
+        and attention_mask is not None
+        and not bounds
+        and not torch.compiler.is_compiling()
+        and is_cuda_stream_capturing()
+    ):
         raise UnsupportedError(
             "attention_mask: supported in the capture of a step over SplitKVCache is None, as a replay would use this "
-            f"length's mask again, got shape {tuple(attention_mask.shape)}"  # type: ignore[union-attr]
+            f"length's mask again, got shape {tuple(attention_mask.shape)}"
         )
     if bounds or query.shape[2] == 1:
         if stored is None:

@@ -51,7 +51,7 @@ def decode_attention(
     q: [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim]; f32, f16 or bf16.
     k_cache, v_cache: [batch, capacity, num_kv_heads, head_dim], or with block_table [num_pages, page_size,
         num_kv_heads, head_dim]; f32, f16, bf16, float8_e4m3fn or float8_e5m2; any strides with the last
-        dimension contiguous. K and V may differ in strides and head size. On a GPU with f32 in q or the cache, strides
+        dimension contiguous. K and V may differ in strides and head size. Where backend triton takes f32, strides
         must be multiples of 16 elements and addresses of 16 bytes (docs/one-answer.md).
     seq_lens: [batch] int32 or int64, or one int: valid keys per row, the queries' own included. Query i of
         q_len sees keys below seq_len - q_len + 1 + i. Lengths above the capacity count as the capacity.
@@ -194,8 +194,9 @@ def _check_cuda(problem: DecodeProblem, device: torch.device) -> None:
         plan_decode(problem, _device_spec(device), backend="cuda")
     except ValueError:
         raise UnsupportedError(
-            "backend: cuda supports 16-bit and fp8 caches, head_dim up to 256 and up to 8 query vectors per KV head "
-            f"(16 up to head_dim 128), from compute capability 8.0 on; supported for {problem}: triton"
+            "backend: cuda supports head_dim up to 256 and up to 8 query vectors per KV head (16 up to head_dim 128 "
+            "over 16-bit and fp8 caches), f32 queries over f32 caches alone, from compute capability 8.0 on; "
+            f"supported for {problem}: triton"
         ) from None
     _check_fp8("cuda", problem, device)
 

@@ -251,7 +251,7 @@ def _plan(
     rows = problem.rows_per_kv_head if packed else problem.q_len
     on_cuda = backend in ("auto", "cuda") and runs_on_cuda(problem, rows, device)
     if backend == "cuda" and not on_cuda:
-        able = "16-bit products and up to 16 query vectors per KV head"
+        able = "up to 16 query vectors per KV head in 16 bits, up to 8 over f32 caches"
         raise ValueError(
             f"backend: cuda takes {able}, got {problem}"
             if device.compiles_cuda
@@ -260,7 +260,7 @@ def _plan(
     name = "cuda" if on_cuda else "cpu" if device.is_cpu else "triton"
     tile = (cuda_tile if on_cuda else tile_config)(problem, rows, device)
     schedule, source = lookup(problem, rows, device, name) if given is None else (given, "as given")
-    max_run, target_units = _schedule(problem, device, rule, tile, max_splits, on_cuda, schedule)
+    max_run, target_units = _schedule(problem, rows, device, rule, tile, max_splits, on_cuda, schedule)
     return DecodePlan(
         problem=problem,
         device=device,
@@ -283,6 +283,7 @@ def _plan(
 
 def _schedule(
     problem: DecodeProblem,
+    rows: int,
     device: DeviceSpec,
     rule: SplitRule,
     tile: TileConfig,
@@ -297,7 +298,7 @@ def _schedule(
     if problem.batch * max_splits <= ceil_div(schedule.loaded_splits_per_sm * sm_count, heads):
         return 1, target_units
     if on_cuda:
-        return min(cuda_splits_per_block(tile, problem), schedule.max_run), target_units
+        return min(cuda_splits_per_block(tile, problem, rows), schedule.max_run), target_units
     if rule.quantum % (CPU_TILE_KEYS if device.is_cpu else tile.block_n):
         return 1, target_units
     if device.is_cpu:

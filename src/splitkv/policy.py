@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from .problem import DecodeProblem, DeviceSpec
-from .tiles import compute_dtype, tile_keys
+from .tiles import compute_dtype, suits_cuda, tile_keys
 
 POLICY_VARIABLE = "SPLITKV_POLICY"
 PACK_VARIABLE = "SPLITKV_GQA_PACK"
@@ -23,7 +23,8 @@ AUTO_BLOCKS, AUTO_LEAST_BLOCKS, AUTO_MERGE = 256, 128, 64
 """Blocks that `auto` aims at for one long row: two per SM on every large GPU (264 slots on an H200). But a merge of
 more than 64 splits takes longer than the second block per SM saves, as long as there is one for each."""
 AUTO_F32_BLOCKS = 512
-"""The same in f32, where a block is one warp; twice that for groups over four heads, whose arithmetic needs more."""
+"""The same in f32 by Triton, where a block is one warp; twice that for groups over four heads, whose arithmetic needs
+more."""
 AUTO_SPLIT_BYTES, AUTO_MIN_KEYS = 128 << 10, 128
 """Least `auto` split: this many bytes of K and V, below which a block's start and the merge cost more than its
 share of reading; but AUTO_MIN_KEYS where keys are small (under 512 bytes), as there latency counts, not bytes."""
@@ -159,7 +160,8 @@ class SplitPolicy:
 
 def _auto(policy: SplitPolicy, problem: DecodeProblem, device: DeviceSpec) -> SplitRule:
     kv_heads = problem.num_kv_heads
-    if compute_dtype(problem.q_dtype, problem.kv_dtype) == "f32":
+    f32 = compute_dtype(problem.q_dtype, problem.kv_dtype) == "f32"
+    if f32 and not suits_cuda(problem, problem.group_size):
         wanted = AUTO_F32_BLOCKS * (1 if problem.group_size <= 4 else 2) // kv_heads
     else:
         wanted = min(AUTO_BLOCKS // kv_heads, max(AUTO_MERGE, AUTO_LEAST_BLOCKS // kv_heads))

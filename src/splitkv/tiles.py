@@ -147,18 +147,22 @@ BLOCK_RESERVE_BYTES = KIB
 
 
 def runs_on_cuda(problem: DecodeProblem, rows: int, device: DeviceSpec) -> bool:
-    """Whether backend "cuda" takes blocks of `rows` query vectors of one KV head: 16-bit products, and one tile of
-    eight columns, or two up to head_dim 128. More would spill (tests/kernels/test_cuda_compile.py). It follows from the
-    geometry, the architecture and the installation alone, as the two backends round differently."""
+    """Whether backend "cuda" takes blocks of `rows` query vectors of one KV head. It follows from the geometry, the
+    architecture and the installation alone, as the two backends round differently."""
+    return device.compiles_cuda and device.capability >= CUDA_CAPABILITY and suits_cuda(problem, rows)
+
+
+def suits_cuda(problem: DecodeProblem, rows: int) -> bool:
+    """As runs_on_cuda, on a GPU that can: one tile of eight columns, or two up to head_dim 128 where products are in
+    16 bits; in f32 of keys in f32 alone. More would spill (tests/kernels/test_cuda_compile.py)."""
     dims = max(problem.head_dim, problem.v_head_dim)
-    most = CUDA_COLUMNS if dims > 128 else 2 * CUDA_COLUMNS
-    compute = compute_dtype(problem.q_dtype, problem.kv_dtype)
-    able = device.compiles_cuda and device.capability >= CUDA_CAPABILITY
-    return able and compute != "f32" and dims <= CUDA_MAX_DIM and 0 < rows <= most
+    f32 = compute_dtype(problem.q_dtype, problem.kv_dtype) == "f32"
+    most = CUDA_COLUMNS if f32 or dims > 128 else 2 * CUDA_COLUMNS
+    return (not f32 or problem.kv_dtype == "f32") and dims <= CUDA_MAX_DIM and 0 < rows <= most
 
 
 def cuda_tile(problem: DecodeProblem, rows: int, device: DeviceSpec) -> TileConfig:
-    """The tile of backend "cuda": block_n counts the keys that the block's warps take at once, 16 or 32 each."""
+    """The tile of backend "cuda": block_n counts the keys that the block's warps take at once, 8, 16 or 32 each."""
     columns = cuda_columns(rows)
     stages = cuda_shared(problem, rows, device)[0]
     compute = compute_dtype(problem.q_dtype, problem.kv_dtype)
@@ -175,17 +179,19 @@ def cuda_rows(rows: int) -> int:
     return min(1 << (rows - 1).bit_length(), 2 * CUDA_COLUMNS)
 
 
-def cuda_splits_per_block(tile: TileConfig, problem: DecodeProblem) -> int:
+def cuda_splits_per_block(tile: TileConfig, problem: DecodeProblem, rows: int) -> int:
     """As most_splits_per_block: sixteen keep one more part in registers than four, for which fp8 at large heads has no
-    room."""
-    wide = problem.kv_dtype.startswith("fp8") and max(problem.head_dim, problem.v_head_dim) > 128
-    return 4 if wide else 16
+    room, nor f32 beside more than four query vectors."""
+    dims = max(problem.head_dim, problem.v_head_dim)
+    if tile.compute == "f32":
+        return 4 if rows > 4 and dims > 64 else 16
+    return 4 if problem.kv_dtype.startswith("fp8") and dims > 128 else 16
 
 
 def cuda_warp_keys(problem: DecodeProblem) -> int:
-    """Keys of a warp's tile: 8 KiB of K, but 32 keys at most, and always where they are fp8."""
-    fp8 = problem.kv_dtype.startswith("fp8")
-    return 16 if not fp8 and max(problem.head_dim, problem.v_head_dim) > 128 else 32
+    """Keys of a warp's tile: up to 8 KiB of K, but 32 keys at most, and always where they are fp8."""
+    row_bytes = max(problem.head_dim, problem.v_head_dim) * DTYPE_BYTES[problem.kv_dtype]
+    return 32 if row_bytes <= 256 else 16 if row_bytes <= 512 else 8
 
 
 def cuda_shared(
@@ -201,7 +207,11 @@ def cuda_shared(
     row_chunks = [dim * DTYPE_BYTES[problem.kv_dtype] // 16 for dim in (problem.head_dim, problem.v_head_dim)]
     stage = cuda_warp_keys(problem) * 16 * max(n | 1 if n % 8 else n for n in row_chunks) + 4
     share = (device.shared_memory_bytes + BLOCK_RESERVE_BYTES) // blocks_per_sm - BLOCK_RESERVE_BYTES
-    rest = columns * problem.head_dim * 2 + CUDA_WARPS * (8 * columns + 4)
+    rest = CUDA_WARPS * (8 * columns + 4)
+    if problem.kv_dtype == "f32":
+        rest += CUDA_WARPS * cuda_warp_keys(problem) * cuda_rows(rows) * 4
+    else:
+        rest += columns * problem.head_dim * 2
     part = 4 * -(-(problem.v_head_dim // 4) // (32 * CUDA_WARPS // cuda_rows(rows)))  # of which a thread keeps so much
     if part >= 16:  # registers are short: it is kept here
         rest += 4 * (part + 2) * 32 * CUDA_WARPS

@@ -82,5 +82,5 @@ def test_plan_measures_a_current_device_without_a_datasheet(monkeypatch: pytest.
 
 def test_a_backend_that_cannot_take_the_call_is_exit_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPLITKV_BACKEND", "cuda")
-    code, out, err = run(*PLAN, "--device", "h200", "--kv-dtype", "f32")
-    assert (code, out) == (2, "") and "backend: cuda takes 16-bit products" in flat(err)
+    code, out, err = run(*PLAN, "--device", "h200", "--q-dtype", "f32", "--kv-dtype", "bf16")
+    assert (code, out) == (2, "") and "backend: cuda takes up to 16 query vectors" in flat(err)

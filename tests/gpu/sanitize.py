@@ -35,6 +35,8 @@ def check(name: str, batch: int, heads: tuple[int, int], head_dim: int, dtype: t
 
 check("bf16", 1, (16, 4), 256, torch.bfloat16)
 check("f32", 2, (8, 2), 64, torch.float32)
+check("f32, 256", 1, (24, 4), 256, torch.float32)
+check("triton f32", 2, (16, 1), 64, torch.float32)
 check("f16 paged", 3, (14, 2), 64, torch.float16, page_size=16)
 check("bf16 loaded", 96, (8, 8), 128, torch.bfloat16)
 check("f32 loaded, paged", 80, (4, 4), 32, torch.float32, page_size=64)

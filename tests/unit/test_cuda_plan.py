@@ -45,6 +45,8 @@ def shared_bytes(asked: DecodeProblem, rows: int, stages: int) -> int:
     ring = 4 * stages * keys * 16 * max(pitch(dim * size // 16) for dim in (asked.head_dim, asked.v_head_dim))
     columns = 8 if rows <= 8 else 16
     q = columns // 8 * asked.head_dim // 16 * 32 * 8
+    if asked.kv_dtype == "f32":  # no queries, but a tile's weights
+        q = 4 * keys * next(vectors for vectors in (1, 2, 4, 8) if rows <= vectors) * 4
     threads = next(128 // vectors for vectors in (1, 2, 4, 8, 16) if rows <= vectors)  # of a query vector
     part = 4 * math.ceil(asked.v_head_dim / 4 / threads)  # words of each thread
     kept = part + 2 if part >= 16 else 0
@@ -61,8 +63,9 @@ def test_cuda_takes_what_the_geometry_and_the_architecture_allow(
 ) -> None:
     rows = asked.rows_per_kv_head if pack else asked.q_len
     dims = max(asked.head_dim, asked.v_head_dim)
-    small = (dims <= 128 and rows <= 16) or (dims <= 256 and rows <= 8)
-    takes = small and compute_dtype(asked.q_dtype, asked.kv_dtype) != "f32"
+    takes = (dims <= 128 and rows <= 16) or (dims <= 256 and rows <= 8)
+    if compute_dtype(asked.q_dtype, asked.kv_dtype) == "f32":
+        takes = asked.kv_dtype == "f32" and dims <= 256 and rows <= 8
     assert runs_on_cuda(asked, rows, device) == takes
     for refused in (OLDER, CPU):
         assert not runs_on_cuda(asked, rows, refused)
@@ -73,7 +76,7 @@ def test_cuda_takes_what_the_geometry_and_the_architecture_allow(
         if takes:
             assert plan_decode(asked, device, backend="cuda") == plan_decode(asked, device)
         else:
-            with pytest.raises(ValueError, match="backend: cuda takes 16-bit products and up to 16 query vectors"):
+            with pytest.raises(ValueError, match="backend: cuda takes up to 16 query vectors"):
                 plan_decode(asked, device, backend="cuda")
 
 

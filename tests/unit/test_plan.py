@@ -280,7 +280,7 @@ def test_workspace_is_exact_and_within_the_slots(case: Case) -> None:
 @pytest.mark.parametrize(
     ("changes", "policy", "slots"),
     [
-        ({"batch": 9, "q_dtype": "f32", "kv_dtype": "f32"}, "length", 9 * 256 * 16),
+        ({"batch": 9, "q_dtype": "f32"}, "length", 9 * 256 * 16),
         ({"batch": 9}, "length", (64 * 132 // 4 + 34 + 9 * 256 // 16) * 16),  # joined in blocks, in runs of 16
         ({"batch": 9, "num_q_heads": 24}, "waves", 9 * 11 * 24),
         ({"capacity": 64}, "auto", 0),

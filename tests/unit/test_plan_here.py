@@ -23,7 +23,7 @@ from splitkv.attention import choose_backend, plan_for
 H200 = DeviceSpec.named("h200")
 GPU = torch.device("cuda", 0)
 TAKEN = DecodeProblem(1, 8, 2, 128, capacity=20_000, q_dtype="f16", kv_dtype="f16")
-REFUSED = replace(TAKEN, q_dtype="f32", kv_dtype="f32")
+REFUSED = replace(TAKEN, q_dtype="f32")
 LOADED = replace(TAKEN, batch=64)  # the two backends' schedules take other scratch
 
 
@@ -81,7 +81,7 @@ def test_cuda_by_name_is_refused_for_the_right_reason(here: DeviceSpec) -> None:
             choose_backend("cuda", inputs(TAKEN))
         with pytest.raises(ValueError, match=f"{missing}, which here has not"):
             plan_decode(TAKEN, here, backend="cuda")
-    with pytest.raises(UnsupportedError, match="cuda supports 16-bit" if here.compiles_cuda else missing):
+    with pytest.raises(UnsupportedError, match="f32 queries over f32 caches alone" if here.compiles_cuda else missing):
         choose_backend("cuda", inputs(REFUSED))
 
 

@@ -105,7 +105,7 @@ def test_more_stages_of_a_triton_tile() -> None:
             plan = plan_decode(replace(wide, page_size=page_size), H200, schedule=Schedule(16, 4, more_stages=more))
             assert (plan.tile.block_n, plan.num_stages) == (32, wanted), (page_size, more)
     f32 = problem(q_dtype="f32", kv_dtype="f32")
-    assert plan_decode(f32, H200, schedule=Schedule(16, 4, more_stages=3)).num_stages == 7
+    assert plan_decode(f32, H200, backend="triton", schedule=Schedule(16, 4, more_stages=3)).num_stages == 7
 
 
 # ------------------------------------------------------------------------------------ which table and entry

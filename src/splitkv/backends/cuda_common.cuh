@@ -287,7 +287,12 @@ struct Finish {
     }
 };
 
-__device__ __forceinline__ u16 to_16_bits(float x) {
+#if OUT_TYPE == F32
+typedef float Out;
+__device__ __forceinline__ Out to_out(float x) { return x; }
+#else
+typedef u16 Out;
+__device__ __forceinline__ Out to_out(float x) {
     u16 bits;
 #if OUT_TYPE == BF16
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
@@ -296,3 +301,4 @@ __device__ __forceinline__ u16 to_16_bits(float x) {
 #endif
     return bits;
 }
+#endif

@@ -17,9 +17,15 @@ from .cuda_driver import Launches, launch_config
 from .launching import addresses_of, steps
 
 _SHARED = ("backends/cuda_basics.cuh", "backends/cuda_common.cuh")
-_PARTS = ("shape.cuh", "share.cuh", "load.cuh", "tile.cuh", "split.cu")
-_SPLIT = tuple(f"backends/cuda_{part}" for part in _PARTS)
-SPLIT, MERGE = Source("split", _SHARED + _SPLIT), Source("merge", (*_SHARED, "backends/cuda_merge.cu"))
+
+
+def _split_source(tile: str) -> Source:
+    parts = ("shape.cuh", "share.cuh", "load.cuh", "logits.cuh", tile, "split.cu")
+    return Source("split", _SHARED + tuple(f"backends/cuda_{part}" for part in parts))
+
+
+SPLIT, SPLIT_F32 = _split_source("tile.cuh"), _split_source("tile_f32.cuh")
+MERGE = Source("merge", (*_SHARED, "backends/cuda_merge.cu"))
 PARAMS = struct.Struct("=14q22q17i3f")
 """cuda_common.cuh's Params, field by field."""
 LENGTH_AT = struct.calcsize("=14q22q")
@@ -93,6 +99,7 @@ class CudaLaunch:
         stages, self._shared_bytes = cuda_shared(
             problem, plan.rows_per_block, plan.device, plan.blocks_per_sm, plan.schedule.more_stages
         )
+        self._source = SPLIT_F32 if plan.tile.compute == "f32" else SPLIT
         self._split: Defines = (
             *common,
             ("D", problem.head_dim),
@@ -142,7 +149,7 @@ class CudaLaunch:
     def _launches(self, stream: int) -> Launches:
         """Both kernels on a stream, loaded, with arguments of their own."""
         plan, capability = self._plan, self._plan.device.capability
-        split = load_kernel(SPLIT, self._split, capability, self._device, self._shared_bytes)
+        split = load_kernel(self._source, self._split, capability, self._device, self._shared_bytes)
         threads = 32 * plan.tile.num_warps
         kernels = [(launch_config(plan.grid, threads, self._shared_bytes, stream, self._dependent), split)]
         if plan.splits:

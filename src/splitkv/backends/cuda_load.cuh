@@ -1,4 +1,4 @@
-// What the split kernel reads: keys and values on their way into shared memory, and the queries.
+// Keys and values on their way into shared memory.
 
 __device__ __forceinline__ void copy_chunk(uint4* to, const char* from, bool inside, bool exists) {
     if (!inside) return;
@@ -10,7 +10,7 @@ __device__ __forceinline__ void copy_chunk(uint4* to, const char* from, bool ins
     if (exists) {
 #pragma unroll
         for (int e = 0; e < 16 / KV_BYTES; e++) {
-            u32 bits = FP8 ? ((const u8*)from)[e] : ((const u16*)from)[e];
+            u32 bits = FP8 ? ((const u8*)from)[e] : KV_TYPE == F32 ? ((const u32*)from)[e] : ((const u16*)from)[e];
             words[e * KV_BYTES / 4] |= bits << (e * KV_BYTES % 4 * 8);
         }
     }
@@ -91,14 +91,16 @@ struct Loader {
     template <int CHUNKS>
     __device__ __forceinline__ void load(const char* base, i64 stride_b, i64 stride_t, uint4* to) {
         int lane = threadIdx.x & 31;
-        if (!PAGED && 32 % CHUNKS == 0) {
-            const int rows_at_once = 32 / CHUNKS;
-            int r = lane / CHUNKS, c = lane % CHUNKS, left = split_end - n - r;
+        if (!PAGED && (32 % CHUNKS == 0 || CHUNKS % 32 == 0)) {
+            const int rows_at_once = max(32 / CHUNKS, 1), turns_per_row = max(CHUNKS / 32, 1);
+            int r = 32 % CHUNKS ? 0 : lane / CHUNKS, c = lane % CHUNKS, left = split_end - n - r;
             const char* from = base + (n + r) * (stride_t * KV_BYTES) + c * 16;
             i64 step = rows_at_once * stride_t * KV_BYTES;
 #pragma unroll
             for (int i = 0; i < BK; i += rows_at_once) {
-                copy_chunk(to + chunk_at<CHUNKS>(r + i, c), from, true, i < left);
+#pragma unroll
+                for (int turn = 0; turn < turns_per_row; turn++)
+                    copy_chunk(to + chunk_at<CHUNKS>(r + i, c + 32 * turn), from + 512 * turn, true, i < left);
                 from += step;
             }
             return;
@@ -152,92 +154,3 @@ __device__ __forceinline__ void wait_for_stage() {
     asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
     __syncwarp();
 }
-
-// The query vector in a column of this block: vector r of a KV head is query r % q_len of head r / q_len of its group.
-struct Vector {
-    int head, query;
-    bool valid;
-
-    __device__ __forceinline__ Vector(const Params& p, int column) {
-        int kv_head = blockIdx.x, r = column;
-        if (p.row_blocks > 1) {
-            kv_head = divide_few(blockIdx.x, p.row_blocks);
-            r += (blockIdx.x - kv_head * p.row_blocks) * p.rows_per_block;
-        }
-        int of_group = r;
-        query = 0;
-#if CAUSAL
-        of_group = divide_few(r, p.q_len);
-        query = r - of_group * p.q_len;
-#endif
-        valid = column < p.rows_per_block && of_group < p.group;
-        head = kv_head * p.group + of_group;
-    }
-};
-
-// What a warp brings of the queries in its i-th turn: 16 elements of eight columns. The columns are known to the compiler
-// where a turn of all warps keeps to them.
-struct QueryStep {
-    int nt, step;
-    bool other_columns;  // than the turn before it
-
-    __device__ __forceinline__ explicit QueryStep(int i) {
-        const int steps = D / 16;
-        int warp = threadIdx.x >> 5, at = i * WARPS + warp;
-        nt = steps % WARPS ? at / steps : i * WARPS / steps;
-        step = steps % WARPS ? at % steps : i * WARPS % steps + warp;
-        other_columns = i == 0 || steps % WARPS || i * WARPS % steps == 0;
-    }
-};
-
-// The query vectors as the products' right operand: column g, the elements that lane t of every four multiplies. Fetched before
-// keys are asked for, or they would arrive behind them; a warp brings every fourth step, and `put` shares them.
-struct Queries {
-    u32 words[QUERY_STEPS][2];
-
-    // Two elements a read, where those are aligned: words that need nothing more until `put` keep no key waiting.
-    __device__ __forceinline__ void fetch(const Params& p, const Item& item) {
-        bool odd = ((i64)p.q >> 1 | p.q_stride_b | p.q_stride_i | p.q_stride_h) & 1;
-        if (odd) read<false>(p, item);
-        else read<true>(p, item);
-    }
-
-    template <bool PAIRS>
-    __device__ __forceinline__ void read(const Params& p, const Item& item) {
-        int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-        const u16* from;
-        bool valid;
-#pragma unroll
-        for (int i = 0; i < QUERY_STEPS; i++) {
-            QueryStep of(i);
-            if (of.other_columns) {
-                Vector vector(p, of.nt * 8 + g);
-                valid = vector.valid && of.nt < NT;
-                from = (const u16*)p.q + item.row * p.q_stride_b + vector.query * p.q_stride_i
-                       + vector.head * p.q_stride_h + (FP8 ? 4 : 2) * t;
-            }
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                u32 d = of.step * 16 + (FP8 ? 2 : 8) * half;
-                words[i][half] = 0;
-                if (!valid) continue;
-                words[i][half] = PAIRS ? *(const u32*)(from + d) : from[d] | (u32)from[d + 1] << 16;
-            }
-        }
-    }
-
-    __device__ __forceinline__ void put(Shared& shared) const {
-        int lane = threadIdx.x & 31;
-#pragma unroll
-        for (int i = 0; i < QUERY_STEPS; i++) {
-            QueryStep of(i);
-            u32 x = words[i][0], y = words[i][1];
-            if (OUT_TYPE == BF16 && !COMPUTE_BF16) {
-                x = pack(bf16_to_float((u16)x), bf16_to_float((u16)(x >> 16)));
-                y = pack(bf16_to_float((u16)y), bf16_to_float((u16)(y >> 16)));
-            }
-            if (of.nt < NT) shared.q[of.nt][of.step][lane] = make_uint2(x, y);
-        }
-        __syncthreads();
-    }
-};

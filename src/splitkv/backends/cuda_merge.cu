@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_ke
     }
     bool exists = row < p.batch;
     Finish finish(p, exists ? head : 0);
-    u16* out = (u16*)p.out + row * p.out_stride_b + query * p.out_stride_i + head * p.out_stride_h + dv;
+    Out* out = (Out*)p.out + row * p.out_stride_b + query * p.out_stride_i + head * p.out_stride_h + dv;
     float* lse = p.lse + row * p.lse_stride_b + query * p.lse_stride_i + head * p.lse_stride_h;
     int units = 0, first = 0;
     if (exists) {
@@ -147,6 +147,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) merge_ke
     if (TEAM > 1 && warp || dv >= DV) return;
     finish.end(p, sum.m, sum.l);
 #pragma unroll
-    for (int i = 0; i < LANE_COLUMNS; i++) out[i] = to_16_bits(finish(sum.acc[i]));
+    for (int i = 0; i < LANE_COLUMNS; i++) out[i] = to_out(finish(sum.acc[i]));
     if (p.lse && dv == 0) *lse = finish.lse;
 }

@@ -3,8 +3,8 @@
 #define WARPS 4
 #define GUESSES (__CUDA_ARCH__ == 900)  // whether it begins before the kernel in front has ended; on sm_100 it would spill
 #define THREADS (32 * WARPS)
-#define FP8 (KV_TYPE >= E4M3)
-#define KV_BYTES (FP8 ? 1 : 2)
+#define FP8 (KV_TYPE == E4M3 || KV_TYPE == E5M2)
+#define KV_BYTES (FP8 ? 1 : KV_TYPE == F32 ? 4 : 2)
 #define COMPUTE_BF16 (KV_TYPE == BF16)
 #define VECTORS (8 * NT)
 #define MT (BK / 16)
@@ -23,7 +23,11 @@
 
 struct Shared {
     uint4 ring[WARPS][STAGES][STAGE_CHUNKS];
+#if KV_TYPE == F32
+    float p[WARPS][BK][ROWS];  // a tile's weights
+#else
     uint2 q[NT][D / 16][32];  // as the products' right operand: by lane
+#endif
     float2 ml[WARPS][VECTORS];
     u32 exists[WARPS][STAGES];
     int free_stage[WARPS];

@@ -129,40 +129,12 @@ __device__ __forceinline__ void join_warps(const Shared& shared, int column, int
 // Ends a split: the four warps' sums become one part. They meet in the stages of the rings that were read last and are not
 // yet filled again, as many columns at a time as those hold.
 __device__ __forceinline__ void close_split(const Params& p, Shared& shared, Sums& sums, int free_stage, Part& part) {
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    int vector = threadIdx.x / THREADS_PER_VECTOR;
-    float* buffer = (float*)shared.ring[warp][free_stage];
-    if (lane == 0) shared.free_stage[warp] = free_stage;
-#pragma unroll
-    for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            float l = sums.l[nt][j];
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2) l += __shfl_xor_sync(~0u, l, step);
-            if (g == 0) shared.ml[warp][nt * 8 + 2 * t + j] = make_float2(sums.m[nt][j], l);
-        }
+    int warp = threadIdx.x >> 5, vector = threadIdx.x / THREADS_PER_VECTOR;
+    if ((threadIdx.x & 31) == 0) shared.free_stage[warp] = free_stage;
+    sums.end(shared.ml[warp]);
 #pragma unroll 1
     for (int column = 0; column < p.rows_per_block; column += JOIN_COLUMNS) {
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-                int mine = nt * 8 + 2 * t + j - column;
-                if (mine >= 0 && mine < JOIN_COLUMNS) {
-#pragma unroll
-                    for (int mt = 0; mt < DV / 16; mt++) {
-                        float x = sums.acc[mt][nt][j], y = sums.acc[mt][nt][2 + j];
-                        if (FP8) {
-                            *(float2*)(buffer + join_at(mine, mt * 16 + 2 * g)) = make_float2(x, y);
-                        } else {
-                            buffer[join_at(mine, mt * 16 + g)] = x;
-                            buffer[join_at(mine, mt * 16 + g + 8)] = y;
-                        }
-                    }
-                }
-            }
-        }
+        sums.put((float*)shared.ring[warp][free_stage], column);
         __syncthreads();
         int mine = vector - column;
         if (mine >= 0 && mine < JOIN_COLUMNS) join_warps(shared, mine, vector, part);
@@ -189,10 +161,10 @@ __device__ __forceinline__ void store(const Params& p, const Item& item, const P
     }
     Finish finish(p, vector.head);
     finish.end(p, part.m, part.l);
-    u16* out = (u16*)p.out + item.row * p.out_stride_b + vector.query * p.out_stride_i + vector.head * p.out_stride_h;
+    Out* out = (Out*)p.out + item.row * p.out_stride_b + vector.query * p.out_stride_i + vector.head * p.out_stride_h;
 #pragma unroll
     for (int i = 0; i < PART; i++)
-        if (four_exists(i / 4)) out[four_at(i / 4) + i % 4] = to_16_bits(finish(part.acc[i]));
+        if (four_exists(i / 4)) out[four_at(i / 4) + i % 4] = to_out(finish(part.acc[i]));
     if (p.lse && first)
         p.lse[item.row * p.lse_stride_b + vector.query * p.lse_stride_i + vector.head * p.lse_stride_h] = finish.lse;
 }
@@ -235,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
 
     Item item = share.first;
     Sums sums;
-    Weights weights;
+    Weights weights(shared);
     Run run(shared);
     float scale = 1.0f;
     if (p.k_scales) scale = p.k_scales[divide_few(blockIdx.x, p.row_blocks) * p.k_scale_stride];
@@ -276,8 +248,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
         loader.issue(p, shared);
         wait_for_stage();
         if (!of_v) {
-            float s[MT][NT][4];
-            score(s, shared.ring[warp][stage], shared.q);
+            Scores s;
+            score(s, shared.ring[warp][stage], shared, queries);
             mask_scores(p, item, scale, n, split_end, PAGED ? shared.exists[warp][stage] : 0, s);
             soften(sums, s);
             weights.set(s);

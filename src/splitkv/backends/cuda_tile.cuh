@@ -1,5 +1,72 @@
-// One tile of attention for one warp, and the sums that it keeps in a split: all that decides the split kernel's bytes,
-// but for the joins.
+// One tile of attention for one warp on tensor cores, and the sums that it keeps in a split: all that decides the split
+// kernel's bytes, but for the joins. cuda_tile_f32.cuh is the same by multiply-adds.
+
+// What a warp brings of the queries in its i-th turn: 16 elements of eight columns. The columns are known to the compiler
+// where a turn of all warps keeps to them.
+struct QueryStep {
+    int nt, step;
+    bool other_columns;  // than the turn before it
+
+    __device__ __forceinline__ explicit QueryStep(int i) {
+        const int steps = D / 16;
+        int warp = threadIdx.x >> 5, at = i * WARPS + warp;
+        nt = steps % WARPS ? at / steps : i * WARPS / steps;
+        step = steps % WARPS ? at % steps : i * WARPS % steps + warp;
+        other_columns = i == 0 || steps % WARPS || i * WARPS % steps == 0;
+    }
+};
+
+// The query vectors as the products' right operand: column g, the elements that lane t of every four multiplies. Fetched before
+// keys are asked for, or they would arrive behind them; a warp brings every fourth step, and `put` shares them.
+struct Queries {
+    u32 words[QUERY_STEPS][2];
+
+    // Two elements a read, where those are aligned: words that need nothing more until `put` keep no key waiting.
+    __device__ __forceinline__ void fetch(const Params& p, const Item& item) {
+        bool odd = ((i64)p.q >> 1 | p.q_stride_b | p.q_stride_i | p.q_stride_h) & 1;
+        if (odd) read<false>(p, item);
+        else read<true>(p, item);
+    }
+
+    template <bool PAIRS>
+    __device__ __forceinline__ void read(const Params& p, const Item& item) {
+        int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+        const u16* from;
+        bool valid;
+#pragma unroll
+        for (int i = 0; i < QUERY_STEPS; i++) {
+            QueryStep of(i);
+            if (of.other_columns) {
+                Vector vector(p, of.nt * 8 + g);
+                valid = vector.valid && of.nt < NT;
+                from = (const u16*)p.q + item.row * p.q_stride_b + vector.query * p.q_stride_i
+                       + vector.head * p.q_stride_h + (FP8 ? 4 : 2) * t;
+            }
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                u32 d = of.step * 16 + (FP8 ? 2 : 8) * half;
+                words[i][half] = 0;
+                if (!valid) continue;
+                words[i][half] = PAIRS ? *(const u32*)(from + d) : from[d] | (u32)from[d + 1] << 16;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void put(Shared& shared) const {
+        int lane = threadIdx.x & 31;
+#pragma unroll
+        for (int i = 0; i < QUERY_STEPS; i++) {
+            QueryStep of(i);
+            u32 x = words[i][0], y = words[i][1];
+            if (OUT_TYPE == BF16 && !COMPUTE_BF16) {
+                x = pack(bf16_to_float((u16)x), bf16_to_float((u16)(x >> 16)));
+                y = pack(bf16_to_float((u16)y), bf16_to_float((u16)(y >> 16)));
+            }
+            if (of.nt < NT) shared.q[of.nt][of.step][lane] = make_uint2(x, y);
+        }
+        __syncthreads();
+    }
+};
 
 // A warp's state in a split: O^T, and per lane for the columns nt * 8 + 2 t + {0, 1} the maximum and its own sum.
 struct Sums {
@@ -16,12 +83,52 @@ struct Sums {
             l[nt][0] = l[nt][1] = 0.0f;
         }
     }
+
+    // Maxima and whole sums, for the block.
+    __device__ __forceinline__ void end(float2 (&ml)[VECTORS]) {
+        int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                float sum = l[nt][j];
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+                if (g == 0) ml[nt * 8 + 2 * t + j] = make_float2(m[nt][j], sum);
+            }
+    }
+
+    // The output of JOIN_COLUMNS query vectors, the first of them `column`.
+    __device__ __forceinline__ void put(float* buffer, int column) const {
+        int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++) {
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                int mine = nt * 8 + 2 * t + j - column;
+                if (mine >= 0 && mine < JOIN_COLUMNS) {
+#pragma unroll
+                    for (int mt = 0; mt < DV / 16; mt++) {
+                        float x = acc[mt][nt][j], y = acc[mt][nt][2 + j];
+                        if (FP8) {
+                            *(float2*)(buffer + join_at(mine, mt * 16 + 2 * g)) = make_float2(x, y);
+                        } else {
+                            buffer[join_at(mine, mt * 16 + g)] = x;
+                            buffer[join_at(mine, mt * 16 + g + 8)] = y;
+                        }
+                    }
+                }
+            }
+        }
+    }
 };
 
+typedef float Scores[MT][NT][4];
+
 // S^T = K Q^T over one tile: rows are keys.
-__device__ __forceinline__ void score(float (&s)[MT][NT][4], const uint4* k, const uint2 (&q)[NT][D / 16][32]) {
+__device__ __forceinline__ void score(Scores& s, const uint4* k, const Shared& shared, const Queries&) {
     int lane = threadIdx.x & 31;
-    float odd[MT][NT][4];  // odd steps sum apart: half the chain of dependent products
+    Scores odd;  // odd steps sum apart: half the chain of dependent products
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
@@ -33,7 +140,7 @@ __device__ __forceinline__ void score(float (&s)[MT][NT][4], const uint4* k, con
         u32 a[4];
         uint2 b[NT];
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++) b[nt] = q[nt][step][lane];
+        for (int nt = 0; nt < NT; nt++) b[nt] = shared.q[nt][step][lane];
         if (FP8) {  // one chunk of 32 keys: rows 0-7, 8-15, 16-23, 24-31
             load_matrices(a, k + chunk_at<K_CHUNKS>(lane, step));
 #pragma unroll
@@ -62,55 +169,27 @@ __device__ __forceinline__ void score(float (&s)[MT][NT][4], const uint4* k, con
             for (int i = 0; i < 4; i++) s[mt][nt][i] += odd[mt][nt][i];
 }
 
-// Logits of a tile, scaled, capped and masked, in the log2 domain.
+// Logits of a tile.
 __device__ __forceinline__ void mask_scores(const Params& p, const Item& item, float scale, int n, int split_end,
-                                            u32 exists, float (&s)[MT][NT][4]) {
+                                            u32 exists, Scores& s) {
     int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-            int first = 0, end = split_end;
-#if CAUSAL || MASK != NONE
-            Vector vector(p, nt * 8 + 2 * t + j);
-#endif
-#if CAUSAL
-            end = item.hi - (p.q_len - 1) + vector.query;
-            if (p.window > 0) first = end - p.window;
-            end = min(end, split_end);
-#endif
-#if MASK != NONE
-            i64 mask_row = item.row * p.mask_stride_b + vector.head * p.mask_stride_h + vector.query * p.mask_stride_i;
-            if (!vector.valid) end = 0;
-#endif
+            View view(p, item, split_end, nt * 8 + 2 * t + j);
 #pragma unroll
             for (int i = j; i < 4 * MT; i += 2) {
-                int row = i / 4 * 16 + g + (i >> 1 & 1) * 8, key = n + row;
-                float x = s[i / 4][nt][i % 4] * scale;
-#if SOFTCAP
-                x = p.softcap * tanh_(x / p.softcap);
-#endif
-                bool visible = key < end && key >= first && (!PAGED || exists >> row & 1);
-#if MASK != NONE
-                if (visible) {
-                    i64 at = mask_row + key * p.mask_stride_n;
-#if MASK == BOOL
-                    visible = ((const u8*)p.mask)[at] != 0;
-#elif MASK == F32
-                    x += ((const float*)p.mask)[at];
-#else
-                    x += MASK == BF16 ? bf16_to_float(((const u16*)p.mask)[at]) : half_to_float(((const u16*)p.mask)[at]);
-#endif
-                }
-#endif
-                s[i / 4][nt][i % 4] = visible ? x * LOG2E : MINUS_INF;
+                int row = i / 4 * 16 + g + (i >> 1 & 1) * 8;
+                float& x = s[i / 4][nt][i % 4];
+                x = view.logit(p, x * scale, n + row, !PAGED || exists >> row & 1);
             }
         }
     }
 }
 
 // Online softmax: s becomes p; the maximum, the sum and acc move to the new maximum.
-__device__ __forceinline__ void soften(Sums& sums, float (&s)[MT][NT][4]) {
+__device__ __forceinline__ void soften(Sums& sums, Scores& s) {
     bool moved = false;
     float alpha[NT][2];
 #pragma unroll
@@ -152,7 +231,8 @@ __device__ __forceinline__ void soften(Sums& sums, float (&s)[MT][NT][4]) {
 struct Weights {
     u32 high[MT][NT][2], low[MT][NT][2];
 
-    __device__ __forceinline__ void set(const float (&p)[MT][NT][4]) {
+    __device__ __forceinline__ explicit Weights(Shared&) {}
+    __device__ __forceinline__ void set(const Scores& p) {
 #pragma unroll
         for (int mt = 0; mt < MT; mt++)
 #pragma unroll

@@ -17,6 +17,7 @@ from splitkv.bench.summary import OURS, best_peer, goal_met, groups, speedup
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 H200, CPU = "h200", "cpu-zen5-2core"
+CPUS = {CPU: "Two cores of an AMD EPYC (Zen 5)", "cpu-xeon-16core": "Sixteen cores of an Intel Xeon, the H200's host"}
 BEGIN, END = "<!-- figures: {} -->", "<!-- end of figures -->"
 HEADER = (
     "| heads, head_dim | KV | keys | floor µs | splitkv µs | of bandwidth | unsplit µs | error | PyTorch's error |",
@@ -159,20 +160,34 @@ def e2e_page() -> str:
 
 
 def cpu_page() -> str:
-    """Share of the read bandwidth, and how much faster than PyTorch, by length."""
-    record, rows = rows_of("attention", CPU)
-    table: dict[tuple[str, str], dict[int, str]] = {}
-    for row in rows:
-        ours, torch_us = row["us"].get(OURS), row["us"].get("sdpa")
-        if row["group"] == "cpu" and ours:
-            heads = f"{row['num_q_heads']}/{row['num_kv_heads']}, {row['head_dim']}"
-            faster = f", {torch_us / ours:.0f}x" if torch_us else ""
-            table.setdefault((heads, row["kv_dtype"]), {})[row["seq_len"]] = f"{row['floor_us'] / ours:.0%}{faster}"
-    lengths = sorted({length for cells in table.values() for length in cells})
-    head = ["heads, head_dim", "KV", *(f"{length:,} keys" for length in lengths)]
-    lines = [[*case, *(cells.get(length, "too noisy") for length in lengths)] for case, cells in table.items()]
-    text = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines)]
-    return "\n".join([source(record, "attention", CPU).replace("LINK", ".."), "", *text])
+    """Share of the read bandwidth, and how much faster than PyTorch, by length; and by the number of threads."""
+    parts: list[str] = []
+    for folder, machine in CPUS.items():
+        record, rows = rows_of("attention", folder)
+        shares: dict[tuple[str, str], dict[int, str]] = {}
+        scaling: dict[tuple[str, str], dict[int, str]] = {}
+        for row in rows:
+            ours, torch_us = row["us"].get(OURS), row["us"].get("sdpa")
+            if not ours:
+                continue
+            case = f"{row['num_q_heads']}/{row['num_kv_heads']}, {row['head_dim']}", row["kv_dtype"]
+            share = f"{row['floor_us'] / ours:.0%}"
+            if row["group"] == "cpu":
+                faster = f", {torch_us / ours:.0f}x" if torch_us else ""
+                shares.setdefault(case, {})[row["seq_len"]] = share + faster
+            else:
+                scaling.setdefault(case, {})[row["threads"]] = f"{row['kv_bytes'] / ours / 1e3:.0f}, {share}"
+        parts += [f"### {machine}", "", source(record, "attention", folder).replace("LINK", ".."), ""]
+        parts += ["Share of the floor, and times as fast as PyTorch:", "", *cpu_table(shares, "{:,} keys"), ""]
+        parts += ["32,768 keys by cores, GB/s and share of the floor with as many:", "", *cpu_table(scaling, "{}"), ""]
+    return "\n".join(parts).rstrip()
+
+
+def cpu_table(table: dict[tuple[str, str], dict[int, str]], column: str) -> list[str]:
+    columns = sorted({value for cells in table.values() for value in cells})
+    head = ["heads, head_dim", "KV", *(column.format(value) for value in columns)]
+    lines = [[*case, *(cells.get(value, "too noisy") for value in columns)] for case, cells in table.items()]
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines)]
 
 
 def ranks_page() -> str:

@@ -56,10 +56,10 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "blocks_per_sm": (1, 2, 3, 4),
     "more_stages": tuple(range(-4, 5)),
 }
-DEFAULTS = {"cuda": Schedule(64, 4, least_run_kib=192), "triton": Schedule(16, 16), "cpu": Schedule(16, 16)}
+DEFAULTS = {"cuda": Schedule(64, 4, least_run_kib=192), "triton": Schedule(16, 16), "cpu": Schedule(8, 4)}
 """triton: enough units that uneven rows even out, few enough that starts stay cheap. cuda, whose blocks take equal
 shares of consecutive units: 32 units each, so that shares are equal; units under 192 KiB cost more to write and merge
-than uneven shares do."""
+than uneven shares do. cpu: eight units a thread, which takes the next when it has done one."""
 
 Interval = tuple[int, int]
 """Least and greatest, both included."""

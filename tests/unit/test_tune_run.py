@@ -29,7 +29,7 @@ Times = Callable[[str, str], float]
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "read_bandwidth", lambda device, size: Bandwidth(1e12, "assumed", 1, 1))
     monkeypatch.setattr(attention, "memory_budget", lambda device: 32 << 20)
-    values = {"units_per_sm": (1, 8), "max_run": (1, 4)}
+    values = {"units_per_sm": (1, 4), "max_run": (1, 4)}
     monkeypatch.setitem(tune_ranges.TRIED, "cpu", values)
 
 
@@ -59,16 +59,16 @@ def times_of(faster: Mapping[str, float], default: float = 100.0) -> Times:
 
 
 def test_the_best_of_each_field_meet_the_default_again_and_the_winner_gets_the_entry(run: Any) -> None:
-    both = "units_per_sm 8, max_run 4"
-    result = run(times_of({"units_per_sm 8": 0.95, "max_run 4": 0.97, "units_per_sm 1": 1.2, both: 0.9}))
+    both = "units_per_sm 4, max_run 4"
+    result = run(times_of({"units_per_sm 4": 0.95, "max_run 4": 0.97, "units_per_sm 1": 1.2, both: 0.9}))
     (row,), (entry,) = result["rows"], result["entries"]
     assert row["schedule"] == both and row["failures"] == []
-    assert set(row["us"][CASE.name]) == {"default", "units_per_sm 8", "max_run 4", both}
+    assert set(row["us"][CASE.name]) == {"default", "units_per_sm 4", "max_run 4", both}
     assert entry["faster"] == pytest.approx(0.1)
     assert entry["us"] == {case.name: {"default": 100.0, "tuned": 90.0} for case in (CASE, RAGGED)}
     table = Table.parse("mine", json.loads(json.dumps(result | {"compute_capability": "0.0"})))
     assert table.entries == (
-        (Range("cpu", 2, (16, 64), (1, 8), (33, 64), (0, 8192)), replace(DEFAULT, units_per_sm=8, max_run=4)),
+        (Range("cpu", 2, (16, 64), (1, 8), (33, 64), (0, 8192)), replace(DEFAULT, units_per_sm=4, max_run=4)),
     )
     assert result["failed_rows"] == 0 and result["schema"] == tuning.SCHEMA
     assert {"commit", "dirty", "command", "date", "versions", "read_bandwidth_tb_s", "timing_method"} <= result.keys()
@@ -77,7 +77,7 @@ def test_the_best_of_each_field_meet_the_default_again_and_the_winner_gets_the_e
 @pytest.mark.parametrize(
     ("times", "why"),
     [
-        (times_of({"units_per_sm 8": 0.98}), "within noise"),
+        (times_of({"units_per_sm 4": 0.98}), "within noise"),
         (times_of({}), "nothing faster"),
         (lambda case, name: 100 if name == "default" else 80 if case == "full" else 102, "slower in one case"),
         (lambda case, name: 100 if name == "default" else -1 if case == "full" else 50, "one case without a time"),
@@ -121,16 +121,16 @@ def test_other_bytes_cost_the_range_its_entry_and_the_run_its_success(
         return changed
 
     monkeypatch.setattr(tune, "make_ours", wrong)
-    result = run(times_of({"units_per_sm 8": 0.5, "max_run 4": 0.4}))
+    result = run(times_of({"units_per_sm 4": 0.5, "max_run 4": 0.4}))
     (row,) = result["rows"]
     assert f"{CASE.name}: max_run 4 gives other bytes than the default" in row["failures"]
-    assert "max_run 4" not in row["first_us"][CASE.name] and "units_per_sm 8" in row["first_us"][CASE.name]
+    assert "max_run 4" not in row["first_us"][CASE.name] and "units_per_sm 4" in row["first_us"][CASE.name]
     assert result["entries"] == [] and result["failed_rows"] == 1
 
 
 def test_a_default_that_is_wrong_times_nothing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention.parity, "PLAIN_FACTOR", -1.0)
-    result = run(times_of({"units_per_sm 8": 0.5}))
+    result = run(times_of({"units_per_sm 4": 0.5}))
     assert result["failed_rows"] == 1 and result["entries"] == []
     assert "against float64 is over" in result["rows"][0]["failures"][0]
     assert result["rows"][0]["first_us"] == {CASE.name: {}, RAGGED.name: {}}
@@ -146,7 +146,7 @@ def test_a_schedule_that_cannot_run_is_named(run: Any, monkeypatch: pytest.Monke
         return raises if schedule.max_run == 4 else real(tensors, schedule)
 
     monkeypatch.setattr(tune, "make_ours", refuse)
-    result = run(times_of({"units_per_sm 8": 0.5}))
+    result = run(times_of({"units_per_sm 4": 0.5}))
     assert result["rows"][0]["not_run"][f"{CASE.name}: max_run 4"].startswith("CUDA: CUDA_ERROR")
     assert len(result["entries"]) == 1
 

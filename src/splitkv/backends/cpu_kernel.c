@@ -22,7 +22,6 @@ static int team_size(void) { return 1; }
 #include "cpu_attend.h"
 #include "cpu_product.h"
 
-#define TASKS_PER_THREAD 4 /* with fewer units per thread, the KV heads of a unit become several tasks */
 #define ALIGN_FLOATS 16    /* parts of scratch start on their own line */
 
 enum status { OK = 0, NO_MEMORY = 1, PLAN_TOO_SMALL = 2 };
@@ -200,10 +199,10 @@ static void run_tasks(const struct job *job, int64_t units, float *memory, int64
     }
 }
 
-/* All KV heads of a unit are one task, since they are neighbours in memory, unless there are too few units to go
- * round. */
+/* All KV heads of a unit are one task, unless there are fewer units than threads: they are neighbours in memory, and half
+ * of each key is read at half the speed. */
 static int64_t heads_per_task(const struct call *call, int64_t units) {
-    const int64_t tasks_per_unit = ceil_div(TASKS_PER_THREAD * call->num_threads, max64(units, 1));
+    const int64_t tasks_per_unit = ceil_div(call->num_threads, max64(units, 1));
     return min64(ceil_div(call->num_kv_heads, tasks_per_unit), MOST_HEADS);
 }
 

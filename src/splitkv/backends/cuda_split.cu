@@ -5,9 +5,8 @@
 // vectors), MAX_RUN (1, 4 or 16), CAUSAL (several queries a row), SOFTCAP, MASK (a type, or NONE).
 //
 // Four warps, each on its own: it brings tiles of BK keys into its own ring in shared memory with cp.async, several ahead,
-// across splits and units, and never waits for another warp until a split ends. Keys stand in the rows of the tensor
-// cores' products and query vectors in their eight columns, so nothing is padded at up to eight vectors:
-// S^T = K Q^T, O^T = V^T P^T. A split's four parts join in shared memory.
+// across splits and units, and never waits for another warp until a split ends, where the four parts join in shared memory.
+// What it does with a tile is in cuda_tile.cuh, or in f32 in cuda_tile_f32.cuh.
 
 // A part as the block keeps it: of query vector threadIdx.x / THREADS_PER_VECTOR, every THREADS_PER_VECTOR-th four elements.
 typedef PartOf<PART> Part;

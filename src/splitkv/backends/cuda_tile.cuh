@@ -1,5 +1,6 @@
 // One tile of attention for one warp on tensor cores, and the sums that it keeps in a split: all that decides the split
-// kernel's bytes, but for the joins. cuda_tile_f32.cuh is the same by multiply-adds.
+// kernel's bytes, but for the joins. cuda_tile_f32.cuh is the same by multiply-adds. Keys stand in the rows of the products
+// and query vectors in their eight columns, so nothing is padded at up to eight vectors: S^T = K Q^T, O^T = V^T P^T.
 
 // What a warp brings of the queries in its i-th turn: 16 elements of eight columns. The columns are known to the compiler
 // where a turn of all warps keeps to them.

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
 from splitkv.backends import rowwise, triton_launch
+from splitkv.models.state import TORCH_DTYPES
 from splitkv.plan import DecodePlan
 
 POINTERS = {
@@ -79,21 +80,14 @@ def kernel_launches(
     """{kernel name: (kernel, arguments)} that the plan would launch, on tensors of the real strides but no memory.
     v_in_k: V is the first columns of K."""
     problem = plan.problem
-    dtypes = {
-        "f32": torch.float32,
-        "f16": torch.float16,
-        "bf16": torch.bfloat16,
-        "fp8_e4m3": torch.float8_e4m3fn,
-        "fp8_e5m2": torch.float8_e5m2,
-    }
     pages = problem.page_size or problem.capacity
     outer = problem.batch if problem.page_size is None else 1024
 
     def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    kv = dtypes[problem.kv_dtype]
-    q_dtype = dtypes[problem.q_dtype]
+    kv = TORCH_DTYPES[problem.kv_dtype]
+    q_dtype = TORCH_DTYPES[problem.q_dtype]
     heads, kv_heads = problem.num_q_heads, problem.num_kv_heads
     recorders = {name: _Recorder() for name in ("split_kernel", "merge_kernel", "rowwise_kernel")}
     kernels = {

@@ -16,19 +16,13 @@ from triton import knobs
 from splitkv import DecodeProblem, DeviceSpec, plan_decode
 from splitkv.backends import cuda_build, cuda_launch
 from splitkv.models import cuda_product
+from splitkv.models.state import TORCH_DTYPES
 from splitkv.problem import compiles_cuda
 
 if not compiles_cuda():
     pytest.skip("NVRTC is not installed", allow_module_level=True)
 
 DEVICES = ("a100", "rtx4090", "h200", "b200", "gb10")  # sm_80, 89, 90, 100, 121
-DTYPES = {
-    "f32": torch.float32,
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
 GEOMETRIES = {
     "16/4x256": dict(num_q_heads=16, num_kv_heads=4, head_dim=256),
     "32/8x128": dict(num_q_heads=32, num_kv_heads=8, head_dim=128),
@@ -43,7 +37,7 @@ ALONE, LOADED = dict(batch=1), dict(batch=200, page_size=16)
 def launch_of(problem: DecodeProblem, device: DeviceSpec, mask: torch.dtype | None = None) -> cuda_launch.CudaLaunch:
     """What the launcher would run, on tensors of the real strides but no memory."""
     plan = plan_decode(problem, device, backend="cuda")
-    q_dtype, kv_dtype = DTYPES[problem.q_dtype], DTYPES[problem.kv_dtype]
+    q_dtype, kv_dtype = TORCH_DTYPES[problem.q_dtype], TORCH_DTYPES[problem.kv_dtype]
     rows = problem.batch, problem.capacity
     if problem.page_size is not None:
         rows = problem.batch * problem.capacity // problem.page_size, problem.page_size
@@ -80,13 +74,18 @@ def usage(cubin: bytes, folder: Path) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-SHORTEST = {"16/4x256": ("f16", "fp8_e5m2"), "32/2x128": ("f16", "fp8_e5m2"), "24/4x256": ("f32",)}
+SIXTEEN_AND_EIGHT_BITS = (("f16", "loaded"), ("fp8_e5m2", "alone"))
+SHORTEST = {
+    "16/4x256": SIXTEEN_AND_EIGHT_BITS,
+    "32/2x128": SIXTEEN_AND_EIGHT_BITS,
+    "24/4x256": (("f32", "alone"), ("f32", "loaded")),
+}
 """Where registers are shortest: on every device."""
 CASES = [
     (device, geometry, dtype, layout)
-    for device, geometry, dtype, layout in itertools.product(DEVICES, GEOMETRIES, DTYPES, ("alone", "loaded"))
+    for device, geometry, dtype, layout in itertools.product(DEVICES, GEOMETRIES, TORCH_DTYPES, ("alone", "loaded"))
     if (device == "h200" and dtype in ("f32", "bf16", "fp8_e4m3") and (geometry, dtype) != ("32/2x128", "f32"))
-    or (dtype in SHORTEST.get(geometry, ()) and (dtype, layout) not in (("f16", "alone"), ("fp8_e5m2", "loaded")))
+    or (dtype, layout) in SHORTEST.get(geometry, ())
 ]
 
 

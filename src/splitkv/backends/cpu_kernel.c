@@ -22,7 +22,7 @@ static int team_size(void) { return 1; }
 #include "cpu_attend.h"
 #include "cpu_product.h"
 
-#define ALIGN_FLOATS 16    /* parts of scratch start on their own line */
+#define ALIGN_FLOATS 16 /* parts of scratch start on their own line */
 
 enum status { OK = 0, NO_MEMORY = 1, PLAN_TOO_SMALL = 2 };
 

@@ -49,6 +49,7 @@ def measure() -> dict[str, float]:
     from splitkv.backends.cuda_launch import CudaLaunch
     from splitkv.checks import check_inputs
     from splitkv.prepared import CallMemo, call_key, environment
+    from splitkv.scratch import Scratch
 
     q = torch.randn(1, 16, 256, device="cuda").to(torch.bfloat16)
     k, v = (torch.randn(1, 4096, 4, 256, device="cuda").to(torch.bfloat16) for _ in range(2))
@@ -67,11 +68,16 @@ def measure() -> dict[str, float]:
         raise SystemExit("backend triton prepares nothing here: unset TRITON_INTERPRET")
     prepared(addresses, 0)
     step = iter(range(10**9))
-    kept = CallMemo()
+    kept, scratch = CallMemo(), Scratch()
 
     def key() -> Any:
         found = call_key(q, k, v, lens, None, None, ("auto", "auto", False))
         return kept.find(found[0], 0)
+
+    def workspace() -> None:
+        tensor, waiting = scratch.take(q, 0, attention.workspace_bytes)
+        if waiting is not None:
+            waiting.append(tensor)
 
     calls: dict[str, Callable[[], Any]] = {
         "decode_attention": lambda: decode_attention(q, k, v, lens),
@@ -81,8 +87,8 @@ def measure() -> dict[str, float]:
         "DecodeAttention.run, out=": lambda: attention.run(q, k, v, lens, out=out),
         "of it: key and look-up": key,
         "of it: environment": environment,
-        "of it: out": lambda: q.new_empty(q.shape),
-        "of it: workspace": lambda: q.new_empty(attention.workspace_bytes, dtype=torch.uint8),
+        "of it: out": lambda: torch.empty_like(q),
+        "of it: workspace": workspace,
         f"of it: prepared launch of both kernels ({backend})": lambda: prepared(addresses, 0),
         "of it: current device, stream, capture": lambda: (
             torch.cuda.current_device(),
@@ -104,7 +110,7 @@ def driver_calls(prepared: CudaLaunch) -> Callable[[], Any]:
     from splitkv.backends.cuda_driver import launch_function
 
     (free,) = prepared._free.values()
-    launch, kernels, arguments = launch_function(), free[-1]._kernels, free[-1]._address
+    launch, kernels, arguments = launch_function(), free[-1]._kernels, free[-1]._arguments
 
     def call() -> None:
         for config, function in kernels:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .backends import LAUNCHERS
 from .checks import DecodeInputs, UnsupportedError, check_inputs, check_out, check_vector_layout, check_workspace
@@ -73,7 +74,7 @@ def decode_attention(
 
     Raises TypeError (types, dtypes), ValueError (shapes, strides, devices, ranges), UnsupportedError.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _decode_compiled(
             q, k_cache, v_cache, seq_lens, block_table, softmax_scale, window, softcap, sinks, starts, mask, k_scale,
             v_scale, policy, backend, out, return_lse, workspace,

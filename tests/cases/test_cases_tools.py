@@ -39,6 +39,7 @@ def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int
         current[0] = before
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
     monkeypatch.setattr(torch.cuda, "device", device)
     return current, entered
 

@@ -3,6 +3,7 @@ call was looked up."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -211,6 +212,53 @@ def test_streams_that_interleave_share_no_scratch() -> None:
             places.add(attend.workspace.data_ptr())
             assert attend.workspace.nbytes == attend.workspace_bytes
     assert len(places) == len(streams)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("streams", [1, 4])
+def test_threads_that_interleave_share_no_scratch(streams: int, backend: str) -> None:
+    """Calls without a workspace: between the two kernels of one, another thread launches its own."""
+    calls = [inputs(seed, backend=backend) for seed in range(4)]
+    want = [decode_attention(**made) for made in calls]
+    side = [torch.cuda.Stream() for _ in range(streams)]
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        with torch.cuda.stream(side[number % streams]):
+            got = [decode_attention(**calls[number]) for _ in range(200)]
+            torch.cuda.current_stream().synchronize()
+            if not all(torch.equal(each, want[number]) for each in got):  # type: ignore[arg-type]
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_graph_keeps_scratch_of_its_own_beside_calls_that_reuse_theirs() -> None:
+    """Captured on the stream of eager calls, replayed on another beside more of them, and after theirs was replaced."""
+    made, other = inputs(0), inputs(1)
+    big = inputs(2, batch=64)
+    want, other_want = decode_attention(**made), decode_attention(**other)
+    out = torch.empty_like(made["q"])
+    stream, beside = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        decode_attention(**made, out=out)
+        graph = captured(lambda: decode_attention(**made, out=out), stream)
+        for round in range(50):
+            with torch.cuda.stream(beside):
+                graph.replay()
+            got = decode_attention(**other)
+            if round % 10 == 0:
+                decode_attention(**big)
+            torch.cuda.synchronize()
+            assert torch.equal(out, want) and torch.equal(got, other_want)  # type: ignore[arg-type]
+            out.fill_(torch.nan)
 
 
 # ---- growth ------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def fake(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     handles = itertools.count(1)
     monkeypatch.setattr(cuda_driver, "DRIVER", str(library))
     monkeypatch.setattr(cuda_launch, "load_kernel", lambda *_: driver.CUfunction(next(handles)))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # a meta tensor's index
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # a meta tensor's index
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0x5000, raising=False)
     cuda_driver.launch_function.cache_clear()
     yield Driver(library)
@@ -149,7 +149,7 @@ def test_each_stream_has_its_configurations_and_few_are_kept(fake: Driver, monke
 
 def test_another_device_is_made_current(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: made.append(device) or nullcontext())
     launch_of(problem(), H200)([16] * len(TENSORS), 0)
     assert made == [None] and len(fake.launched()) == 2
@@ -202,10 +202,10 @@ def test_threads_never_share_the_memory_of_their_arguments(monkeypatch: pytest.M
     """While one thread is in the driver, another launches the same call on the same stream: each keeps its values."""
     inside, go_on, seen = threading.Event(), threading.Event(), []
     monkeypatch.setattr(cuda_launch, "load_kernel", lambda *_: driver.CUfunction(1))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
-    def slow_launch(config: int, function: int, arguments: int, extra: None) -> int:
+    def slow_launch(config: Any, function: Any, arguments: ctypes.c_void_p, extra: None) -> int:
         (params,) = struct.unpack("=q", ctypes.string_at(arguments, 8))
         if threading.current_thread() is not threading.main_thread() and not inside.is_set():
             inside.set()

@@ -1,10 +1,17 @@
 // Keys and values on their way into shared memory.
 
-__device__ __forceinline__ void copy_chunk(uint4* to, const char* from, bool inside, bool exists) {
+// Keys and values are read once, so they leave the L2 cache before queries, parts and all else.
+__device__ __forceinline__ u64 leaving_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void copy_chunk(uint4* to, const char* from, bool inside, bool exists, u64 policy) {
     if (!inside) return;
 #if VECTOR
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                 :: "r"(shared_address(to)), "l"(from), "r"(exists ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
+                 :: "r"(shared_address(to)), "l"(from), "r"(exists ? 16 : 0), "l"(policy) : "memory");
 #else
     u32 words[4] = {0, 0, 0, 0};
     if (exists) {
@@ -24,6 +31,7 @@ struct Loader {
     int end, run_keys, n, split_end, stage;
     const char *k_rows, *v_rows;
     int page, slot, next_page;
+    u64 policy;
     bool of_v, done;
 
     __device__ __forceinline__ void begin(const Params& p, const Share& share, int keys_per_run) {
@@ -31,6 +39,7 @@ struct Loader {
         end = share.end;
         run_keys = keys_per_run;
         stage = 0;
+        policy = leaving_first();
         of_v = false;
         done = share.empty();
         place(p);
@@ -100,7 +109,7 @@ struct Loader {
             for (int i = 0; i < BK; i += rows_at_once) {
 #pragma unroll
                 for (int turn = 0; turn < turns_per_row; turn++)
-                    copy_chunk(to + chunk_at<CHUNKS>(r + i, c + 32 * turn), from + 512 * turn, true, i < left);
+                    copy_chunk(to + chunk_at<CHUNKS>(r + i, c + 32 * turn), from + 512 * turn, true, i < left, policy);
                 from += step;
             }
             return;
@@ -112,7 +121,7 @@ struct Loader {
             bool inside = BK * CHUNKS % 32 == 0 || r < BK;
             i64 offset = PAGED ? __shfl_sync(~0u, mine, min(r, BK - 1)) : (n + r) * stride_t * KV_BYTES;
             bool exists = inside && (PAGED ? offset >= 0 : n + r < split_end);
-            copy_chunk(to + chunk_at<CHUNKS>(r, c), base + offset + c * 16, inside, exists);
+            copy_chunk(to + chunk_at<CHUNKS>(r, c), base + offset + c * 16, inside, exists, policy);
         }
     }
 

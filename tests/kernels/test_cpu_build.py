@@ -181,3 +181,30 @@ def test_a_processor_gets_the_kernel_of_its_instructions(isa: str, needs: set[st
     if not needs <= features or (isa == "avx2" and "avx512f" in features) or cpu.cpu_status()[0] != "native":
         pytest.skip(f"no {isa}, or a better one, or no compiler")
     assert cpu.cpu_status()[1].startswith(f"{isa}, OpenMP")
+
+
+@pytest.mark.parametrize("flags", [(), ("-DAMD",)], ids=["others", "amd"])
+def test_the_kernels_for_other_makers_processors_are_right_here(flags: tuple[str, ...]) -> None:
+    """Both ways to multiply bf16 and fp8, whichever of them this processor would be given."""
+    program = textwrap.dedent(f"""
+        import itertools
+        import torch
+        from splitkv import decode_attention, reference_attention
+        from splitkv.backends import cpu, cpu_build
+
+        cpu_build.vendor_flags = lambda: {flags}
+        assert cpu.cpu_status()[0] == "native" and ("-DAMD" in cpu._library().flags) == ("-DAMD" in {flags})
+        torch.manual_seed(0)
+        dtypes = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+        for dim, dtype in itertools.product((64, 80, 96, 256), dtypes):
+            for heads in (8, 14):
+                q = torch.randn(2, heads, dim, dtype=torch.bfloat16)
+                k, v = (torch.randn(2, 300, 2, dim).to(dtype) for _ in range(2))
+                lens = torch.tensor([300, 77], dtype=torch.int32)
+                want = reference_attention(q, k, v, lens)
+                error = (decode_attention(q, k, v, lens).double() - want).norm() / want.norm()
+                assert error < 3e-3, (dim, dtype, heads, error)
+    """)
+    environment = os.environ | {"PYTHONPATH": str(Path(cpu.__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr

@@ -26,6 +26,14 @@ static void add_run(struct ahead *ahead, const char *at, int64_t bytes) {
     else if (ahead->count < MOST_RUNS) ahead->runs[ahead->count++] = (struct run){at, at + bytes};
 }
 
+/* Into L1 on a Zen 5, and into L2 elsewhere: each is 1 to 8 % slower on the other (an Emerald Rapids). */
+#if defined(AMD)
+#define ASK_LOCALITY 3
+#else
+#define ASK_LOCALITY 2
+#endif
+INLINE void ask_line(const char *at) { __builtin_prefetch(at, 0, ASK_LOCALITY); }
+
 /* Part of that memory: what a loop asks for, step by step. */
 struct share {
     const char *at;
@@ -41,7 +49,7 @@ static struct share next_share(struct ahead *ahead, int64_t bytes) {
         return share;
     }
     for (int64_t asked = 0; asked < bytes && ahead->now.at < ahead->now.end; asked += LINE_BYTES) {
-        __builtin_prefetch(ahead->now.at);
+        ask_line(ahead->now.at);
         ahead->now.at += LINE_BYTES;
         if (ahead->now.at >= ahead->now.end) next_run(ahead);
     }
@@ -50,7 +58,7 @@ static struct share next_share(struct ahead *ahead, int64_t bytes) {
 
 INLINE void ask(struct share *share, const int bytes) {
     UNROLL
-    for (int i = 0; i < bytes; i += LINE_BYTES) __builtin_prefetch(share->at + i);
+    for (int i = 0; i < bytes; i += LINE_BYTES) ask_line(share->at + i);
     if (share->moves) share->at += bytes;
 }
 #endif

@@ -46,16 +46,16 @@ static void load_query(const struct job *job, int64_t b, int64_t r) {
     const enum dtype dtype = (enum dtype)call->q.dtype, k_dtype = (enum dtype)call->k.dtype;
     const char *const from = at3(&call->q, b, r % call->q_len, r / call->q_len);
     const int64_t stride = call->q.stride[3];
-    const bool dense = stride == item_bytes[dtype] && job->q_width % LANES == 0;
-    float *const q = job->q + (b * call->num_q_heads * call->q_len + r) * job->q_width;
+    const int dim = (int)call->head_dim, width = job->q_width;
+    float *const q = job->q + (b * call->num_q_heads * call->q_len + r) * width;
     if (job->product == IN_PAIRS) {
-        for (int s = 0; s < job->q_width; s++)
-            for (int i = 0; i < 2; i++)
-                memcpy((char *)(q + s) + 2 * i, from + pair_element(k_dtype, job->turned, s, i) * stride, 2);
-    } else if (dense) {
-        for (int s = 0; s < job->q_width; s += LANES) vstore(q + s, load_vector(from + s * stride, dtype));
+        for (int s = 0; s < 2 * width; s++)
+            memcpy((char *)q + 2 * s, from + query_element(IN_PAIRS, k_dtype, dim, job->turned, s) * stride, 2);
+    } else if (stride == item_bytes[dtype] && width % LANES == 0 && most_packed(k_dtype) == 1) {
+        for (int s = 0; s < width; s += LANES) vstore(q + s, load_vector(from + s * stride, dtype));
     } else {
-        for (int s = 0; s < job->q_width; s++) q[s] = load_number(from + s * stride, dtype);
+        for (int s = 0; s < width; s++)
+            q[s] = load_number(from + query_element(IN_F32, k_dtype, dim, job->turned, s) * stride, dtype);
     }
 }
 

@@ -6,6 +6,7 @@ into place whole, so processes that start together may all build it and none see
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -13,6 +14,7 @@ import platform
 import shlex
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from ..whole_file import whole_file
@@ -31,6 +33,8 @@ FLAG_LADDER = (  # best first: the first rung that the compiler takes is used
     (),
 )
 COMPILE_TIMEOUT_S = 120
+VENDOR_FLAGS = {"AuthenticAMD": ("-DAMD",)}
+"""By the processor's own name for its maker: what cpu_rows.h and cpu_ahead.h do otherwise there."""
 
 
 class BuildError(RuntimeError):
@@ -56,7 +60,8 @@ def load_library() -> Library:
     except OSError as error:
         raise BuildError(f"no directory to keep the compiled kernel in: {error}") from error
     first_failure = ""
-    for flags in FLAG_LADDER:
+    for rung in FLAG_LADDER:
+        flags = (*rung, *vendor_flags())
         path = directory / f"cpu-{_fingerprint(command, compiler, flags)}.so"
         failure = "" if path.exists() else _compile(command, flags, path)
         if not failure:
@@ -96,18 +101,27 @@ def _fingerprint(command: list[str], compiler: str, flags: tuple[str, ...]) -> s
     return digest.hexdigest()[:24]
 
 
+def vendor_flags() -> tuple[str, ...]:
+    """Those of this processor's maker; none where it does not say."""
+    return VENDOR_FLAGS.get(_described().get("vendor_id", ""), ())
+
+
 def _processor() -> tuple[str, ...]:
     """What `native` depends on: the model and its instruction sets."""
-    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    return (platform.machine(), platform.processor(), *_described().values())
+
+
+@cache
+def _described() -> dict[str, str]:
+    """What Linux says of the first processor; nothing elsewhere: the platform's own description has to do."""
+    wanted = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
     found: dict[str, str] = {}
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")
             if name.strip() in wanted:
                 found.setdefault(name.strip(), value.strip())
-    except OSError:  # not Linux: the platform's own description has to do
-        pass
-    return (platform.machine(), platform.processor(), *found.values())
+    return found
 
 
 def _compile(command: list[str], flags: tuple[str, ...], path: Path) -> str:

@@ -50,7 +50,7 @@ static void finish_rows(const struct job *job, int64_t b, int64_t first, int64_t
         factor *= load_number(at3(&call->v_scale, (first + r) / job->group_rows, 0, 0), F32) / sum;
         char *const out = at3(&call->out, b, token, head);
         for (int s = 0; s < dim; s++)
-            store_number(out + column_at((enum dtype)call->v.dtype, dim, s) * call->out.stride[3],
+            store_number(out + element_at((enum dtype)call->v.dtype, dim, s) * call->out.stride[3],
                          (enum dtype)call->out.dtype, empty ? 0.0f : part.acc[s] * factor);
         if (call->lse.data) {
             const double lse = empty ? -INFINITY : maximum * 0.69314718055994531 + log(sum);
@@ -240,7 +240,7 @@ int splitkv_cpu_decode(const struct call *call) {
     job.product = product_of((enum dtype)call->q.dtype, k_dtype, call->head_dim);
     job.k_bytes = call->head_dim * item_bytes[k_dtype];
     job.v_bytes = call->v_head_dim * item_bytes[v_dtype];
-    job.turned = turns(job.product, k_dtype, call->head_dim);
+    job.turned = turns(k_dtype, call->head_dim);
     job.q_width = (int)call->head_dim / (job.product == IN_PAIRS ? 2 : 1);
     job.group_rows = call->num_q_heads / call->num_kv_heads * call->q_len;
 

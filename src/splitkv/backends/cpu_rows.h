@@ -13,8 +13,10 @@
 #else
 #define FP8_BY_BYTES 0
 #endif
-#if FP8_BY_BYTES && defined(__AVX512BF16__)
-#define HAVE_PAIRS 1 /* one instruction multiplies and adds pairs of bf16 */
+/* Whether pairs of bf16 are multiplied and added by one instruction: a Zen 5 does two of them a cycle, as of f32; an
+ * Emerald Rapids one every other cycle, and two of f32 a cycle. */
+#if FP8_BY_BYTES && defined(__AVX512BF16__) && defined(AMD)
+#define HAVE_PAIRS 1
 #else
 #define HAVE_PAIRS 0
 #endif
@@ -117,8 +119,6 @@ struct reader {
     float table[256] __attribute__((aligned(LINE_BYTES)));
 #if FP8_BY_BYTES
     uint8_t byte3[128], byte2[128];
-    /* where vector i of f32, or of turned pairs, takes its bytes from: byte2 (0..63) or byte3 (64..127) */
-    uint8_t to_f32[4][64], to_pairs[2][64];
 #endif
 };
 
@@ -131,12 +131,6 @@ static void init_reader(struct reader *reader, enum dtype dtype) {
     for (int code = 0; code < 128; code++) {
         reader->byte3[code] = (uint8_t)(bits_of_float(reader->table[code]) >> 24);
         reader->byte2[code] = (uint8_t)(bits_of_float(reader->table[code]) >> 16);
-    }
-    for (int i = 0; i < 64; i++) {
-        reader->to_f32[i / 16][i % 16 * 4 + 2] = (uint8_t)i;
-        reader->to_f32[i / 16][i % 16 * 4 + 3] = (uint8_t)(64 + i);
-        reader->to_pairs[i % 2][i / 2 * 2] = (uint8_t)i;
-        reader->to_pairs[i % 2][i / 2 * 2 + 1] = (uint8_t)(64 + i);
     }
 #endif
 }
@@ -172,8 +166,13 @@ INLINE vec load_vector(const char *at, enum dtype dtype) {
     return dtype == F16 ? vload_f16(at) : vload_bf16(at);
 }
 
-/* A few vectors of stored numbers, part way to f32: what they share is done once (for fp8), the rest when each is
- * asked for. `dtype` is a constant wherever these are used; E4M3 stands for both kinds of fp8. */
+/* One of the two bf16 in each lane, as f32. */
+INLINE vec half_of(vec pairs, const int high) {
+    return (vec)(high ? (uvec)pairs & 0xffff0000u : (uvec)pairs << 16);
+}
+
+/* One, two or four vectors of stored numbers, part way to f32: what they share is done once (for fp8), the rest when
+ * each is asked for. `dtype` is a constant wherever these are used; E4M3 stands for both kinds of fp8. */
 struct packed {
     const char *at;
 #if FP8_BY_BYTES
@@ -191,29 +190,61 @@ INLINE struct packed decode_fp8(const struct reader *reader, __m512i code) {
     packed.byte3 = _mm512_ternarylogic_epi32(magnitude3, code, _mm512_set1_epi8((char)0x80), 0xf8); /* a | (b & c) */
     return packed;
 }
+
+/* 32 elements of one or two rows of `dim`: in each quarter of a vector eight of the first row and eight of the second,
+ * and those that one row's 64 would have there, where there are so many. */
+INLINE __m512i half_columns(const int keys, const char *const *rows, int64_t offset, int first, int dim) {
+    const int block = first / 64 * 64;
+    const char *const one = rows[0] + offset, *const other = rows[keys - 1] + offset;
+    if (block + 64 <= dim) {
+        const __m512i even = _mm512_setr_epi64(0, 8, 2, 10, 4, 12, 6, 14), odd = _mm512_set1_epi64(first / 32 % 2);
+        return _mm512_permutex2var_epi64(_mm512_loadu_si512(one + block), _mm512_add_epi64(even, odd),
+                                         _mm512_loadu_si512(other + block));
+    }
+    return _mm512_permutex2var_epi64(_mm512_castsi256_si512(_mm256_loadu_si256((const void *)(one + first))),
+                                     _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11),
+                                     _mm512_castsi256_si512(_mm256_loadu_si256((const void *)(other + first))));
+}
 #endif
 
-/* `count` elements of a row from `first` on: a multiple of LANES, at most 64. */
-INLINE struct packed pack(const enum dtype dtype, const struct reader *reader, const char *row, int first,
-                          int count) {
+/* `vecs` vectors of a row of `dim` elements from `first` on. */
+INLINE struct packed pack(const enum dtype dtype, const struct reader *reader, const char *row, int first, int dim,
+                          const int vecs) {
     const char *const at = row + (int64_t)first * item_bytes[dtype];
 #if FP8_BY_BYTES
-    if (dtype == E4M3) return decode_fp8(reader, _mm512_maskz_loadu_epi8(~0ull >> (64 - count), at));
-#else
-    (void)reader, (void)count;
+    if (dtype == E4M3) {
+        if (vecs == 4) return decode_fp8(reader, _mm512_loadu_si512(at));
+        if (vecs == 2) return decode_fp8(reader, half_columns(1, &row, 0, first, dim));
+        return decode_fp8(reader, _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)at)));
+    }
 #endif
+    (void)reader, (void)dim, (void)vecs;
     return (struct packed){.at = at};
 }
 
-/* Vector `part` of what was packed, as f32. */
-INLINE vec unpack(const enum dtype dtype, const struct reader *reader, struct packed packed, const int part) {
+/* Vector `part` of pairs of bf16, the low half first, of an even number of vectors that were packed. */
+INLINE vec unpack_pairs(const enum dtype dtype, struct packed packed, const int part) {
+#if FP8_BY_BYTES
+    if (dtype == E4M3)
+        return (vec)(part ? _mm512_unpackhi_epi8(packed.byte2, packed.byte3)
+                          : _mm512_unpacklo_epi8(packed.byte2, packed.byte3));
+#endif
+    (void)dtype;
+    return vload((const float *)packed.at + part * LANES);
+}
+
+/* Vector `part` of `vecs` that were packed, as f32, in the order of element_at: of pairs the low halves and then the high
+ * ones, which is half the work of widening each. */
+INLINE vec unpack(const enum dtype dtype, const struct reader *reader, struct packed packed, const int vecs,
+                  const int part) {
     const char *const at = packed.at + (int64_t)part * LANES * item_bytes[dtype];
     if (dtype == F32) return vload((const float *)at);
     if (dtype == F16) return vload_f16(at);
-    if (dtype == BF16) return vload_bf16(at);
+    if (dtype == BF16) return vecs > 1 ? half_of(unpack_pairs(dtype, packed, part / 2), part % 2) : vload_bf16(at);
 #if FP8_BY_BYTES
-    return (vec)_mm512_maskz_permutex2var_epi8(0xccccccccccccccccull, packed.byte2,
-                                               _mm512_loadu_si512(reader->to_f32[part]), packed.byte3);
+    (void)reader;
+    if (vecs > 1) return half_of(unpack_pairs(dtype, packed, part / 2), part % 2);
+    return (vec)(((uvec)packed.byte3 << 24) | ((uvec)packed.byte2 << 24 >> 8)); /* each in the low byte of its lane */
 #else
     vec v;
     for (int i = 0; i < LANES; i++) v[i] = reader->table[(uint8_t)at[i]];
@@ -221,73 +252,39 @@ INLINE vec unpack(const enum dtype dtype, const struct reader *reader, struct pa
 #endif
 }
 
-/* ---- pairs of bf16: one 32-bit lane, the low half first ------------------------------------------------------ */
+/* The most vectors that are unpacked together: rows are taken by so many, what is left by two and by one. */
+INLINE int most_packed(const enum dtype dtype) {
+    return dtype == BF16 ? 2 : FP8_BY_BYTES && (dtype == E4M3 || dtype == E5M2) ? 4 : 1;
+}
+
+/* The element of a row of `dim` at place s of its vectors (see `unpack`). */
+INLINE int element_at(enum dtype dtype, int dim, int s) {
+    const int most = most_packed(dtype), block = most == 4 && s < dim / (4 * LANES) * (4 * LANES) ? 4 * LANES : 2 * LANES;
+    if (most == 1 || s >= dim / block * block) return s;
+    const int within = s % block, high = within / LANES % 2, pair = within % LANES;
+    if (most == 2) return s - within + pair * 2 + high;
+    /* quarters of a vector of bytes: eight elements of each, and eight more or another row's */
+    return s - within + pair / 4 * (block / 4) + within / (2 * LANES) * 8 + pair % 4 * 2 + high;
+}
 
 #if HAVE_PAIRS
-/* Vector `part` of what was packed, as pairs of bf16. */
-INLINE vec unpack_pairs(const enum dtype dtype, struct packed packed, const int part) {
-    if (dtype == BF16) return vload((const float *)packed.at + part * LANES);
-    return (vec)(part ? _mm512_unpackhi_epi8(packed.byte2, packed.byte3)
-                      : _mm512_unpacklo_epi8(packed.byte2, packed.byte3));
-}
-
-/* 16 lanes of four fp8 -> their elements 0 and 2 as pairs, and 1 and 3. */
-INLINE void turned_pairs(const struct reader *reader, __m512i code, vec *pairs) {
-    const struct packed packed = decode_fp8(reader, code);
-    UNROLL
-    for (int i = 0; i < 2; i++)
-        pairs[i] = (vec)_mm512_permutex2var_epi8(packed.byte2, _mm512_loadu_si512(reader->to_pairs[i]), packed.byte3);
-}
-
 /* c + a0 * b0 + a1 * b1 where each lane of a and b is a pair. The products are exact in f32. */
 INLINE vec vdot_pairs(vec a, vec b, vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 #endif
 
-/* The element of a row in half `i` (0 low, 1 high) of pair `s`: as in memory, or for fp8 as unpack_pairs puts the 64
- * numbers of a vector of bytes, eight from each of its quarters at a time, or as turned_pairs does. */
-INLINE int pair_element(enum dtype dtype, bool turned, int s, int i) {
-    if (dtype == BF16) return 2 * s + i;
-    if (turned) return s / 2 * 4 + s % 2 + 2 * i;
-    return s / 32 * 64 + s % 16 / 4 * 16 + s % 32 / 16 * 8 + s % 4 * 2 + i;
-}
-
 /* ---- columns of V -------------------------------------------------------------------------------------------- */
 
-/* Columns [column, column + vecs * LANES) of `keys` neighbouring keys as f32; vecs is even if keys is two. Two
- * vectors of bf16 are taken apart as they lie, the low halves of 2 * LANES columns and then the high ones, which is
- * half the work of widening each. */
+/* Columns [column, column + vecs * LANES) of `keys` neighbouring keys as f32, in the order of element_at; of two keys
+ * two vectors each. */
 INLINE void columns(const enum dtype dtype, const struct reader *reader, const int keys, const int vecs,
-                    const char *const *v, int64_t offset, int column, vec *value) {
-    const char *const row = v[0] + offset;
+                    const char *const *v, int64_t offset, int column, int dim, vec *value) {
+    struct packed packed;
 #if FP8_BY_BYTES
-    if (keys == 2) {
-        const __m256i first = _mm256_loadu_si256((const void *)(row + column));
-        const __m256i second = _mm256_loadu_si256((const void *)(v[1] + offset + column));
-        const struct packed both = decode_fp8(reader, _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1));
-        UNROLL
-        for (int c = 0; c < 4; c++) value[c] = unpack(dtype, reader, both, c);
-        return;
-    }
+    if (keys == 2) packed = decode_fp8(reader, half_columns(2, v, offset, column, dim));
+    else
 #endif
-    (void)keys;
-    if (dtype == BF16 && vecs > 1) {
-        UNROLL
-        for (int c = 0; c < vecs; c += 2) {
-            const uvec pairs = (uvec)vload((const float *)(row + 2 * (column + c * LANES)));
-            value[c] = (vec)(pairs << 16);
-            value[c + 1] = (vec)(pairs & 0xffff0000u);
-        }
-        return;
-    }
-    const struct packed packed = pack(dtype, reader, row, column, vecs * LANES);
+        packed = pack(dtype, reader, v[0] + offset, column, dim, vecs);
     UNROLL
-    for (int c = 0; c < vecs; c++) value[c] = unpack(dtype, reader, packed, c);
-}
-
-/* The column of V that is summed at place s of a part: see `columns`. */
-INLINE int column_at(enum dtype dtype, int dim, int s) {
-    if (dtype != BF16 || s >= dim / (2 * LANES) * (2 * LANES)) return s;
-    const int within = s % (2 * LANES);
-    return s - within + within % LANES * 2 + within / LANES;
+    for (int c = 0; c < keys * vecs; c++) value[c] = unpack(dtype, reader, packed, keys * vecs, c);
 }
 #endif

@@ -35,8 +35,8 @@ static int rows_at_once(int left) {
 
 /* ---- scores ------------------------------------------------------------------------------------------------ */
 
-/* How q and K are multiplied: as f32, or as pairs of bf16 where q is bf16 and K is exact in bf16, which is twice
- * as fast and as exact. A query row fills one float per element, or one per pair. */
+/* How q and K are multiplied: as f32, or as pairs of bf16 where q is bf16 and K is exact in bf16, which is as exact, and
+ * twice as fast where HAVE_PAIRS. A query row fills one float per element, or one per pair. */
 enum product { IN_F32, IN_PAIRS };
 
 static enum product product_of(enum dtype q, enum dtype k, int64_t dim) {
@@ -44,20 +44,26 @@ static enum product product_of(enum dtype q, enum dtype k, int64_t dim) {
     return HAVE_PAIRS && q == BF16 && whole ? IN_PAIRS : IN_F32;
 }
 
-/* Whether keys are turned into lanes (score_turned): where rows are short, as otherwise that costs more than it saves.
- * Of the products only those of each dtype that matter are compiled. */
-static bool turns(enum product product, enum dtype k, int64_t dim) {
-    const bool compiled = product == IN_PAIRS || (k != E4M3 && k != E5M2);
-    return HAVE_TURNED && compiled && dim <= TURNED_DIM;
+/* Bytes of a key that are turned at a time: as f32, or pairs of bf16 and fours of fp8 as they are stored. */
+INLINE int turned_bytes(const enum dtype k) { return k == F16 ? 2 * LANES : 4 * LANES; }
+
+/* Whether keys are turned into lanes (score_turned): where rows are short, as otherwise that costs more than it saves. */
+static bool turns(enum dtype k, int64_t dim) {
+    const bool decoded = (k != E4M3 && k != E5M2) || FP8_BY_BYTES;
+    return HAVE_TURNED && decoded && dim <= TURNED_DIM && dim * item_bytes[k] % turned_bytes(k) == 0;
 }
 
 INLINE vec key_vector(const enum product product, const enum dtype dtype, const struct reader *reader,
-                      struct packed packed, const int part) {
-#if HAVE_PAIRS
+                      struct packed packed, const int vecs, const int part) {
     if (product == IN_PAIRS) return unpack_pairs(dtype, packed, part);
-#endif
-    (void)product;
-    return in_register(unpack(dtype, reader, packed, part));
+    return in_register(unpack(dtype, reader, packed, vecs, part));
+}
+
+/* The element of a query row at place s of its floats; of two to a float the low half is at place 2 s. */
+INLINE int query_element(enum product product, enum dtype k, int dim, bool turned, int s) {
+    if (turned) return k == E4M3 || k == E5M2 ? s / 4 * 4 + s % 2 * 2 + s % 4 / 2 : s; /* see turned_lane */
+    if (product == IN_PAIRS) s = s / 2 / LANES * 2 * LANES + s % 2 * LANES + s / 2 % LANES;
+    return element_at(k, dim, s);
 }
 
 INLINE vec multiply_add(const enum product product, vec a, vec b, vec c) {
@@ -73,16 +79,16 @@ INLINE void score_step(const enum product product, const enum dtype dtype, const
                        const int rows, const int keys, const int vecs, const float *q, int width,
                        const char *const *k, int64_t offset, int at, struct share *share, vec *sum) {
     const int per_float = product == IN_PAIRS ? 2 : 1;
-    const int first = at * per_float, count = vecs * LANES * per_float;
     struct packed packed[4];
-    ask(share, keys * count * item_bytes[dtype]);
+    ask(share, keys * vecs * LANES * per_float * item_bytes[dtype]);
     UNROLL
-    for (int j = 0; j < keys; j++) packed[j] = pack(dtype, reader, k[j] + offset, first, count);
+    for (int j = 0; j < keys; j++)
+        packed[j] = pack(dtype, reader, k[j] + offset, at * per_float, width * per_float, vecs * per_float);
     UNROLL
     for (int part = 0; part < vecs; part++) {
         vec key[4];
         UNROLL
-        for (int j = 0; j < keys; j++) key[j] = key_vector(product, dtype, reader, packed[j], part);
+        for (int j = 0; j < keys; j++) key[j] = key_vector(product, dtype, reader, packed[j], vecs, part);
         UNROLL
         for (int r = 0; r < rows; r++) {
             const vec query = in_register(vload(q + (int64_t)r * width + at + part * LANES));
@@ -98,7 +104,7 @@ INLINE void score_step(const enum product product, const enum dtype dtype, const
 INLINE void score_keys(const enum product product, const enum dtype dtype, const struct reader *reader,
                        const int rows, const float *q, int width, const char *const *k, int64_t offset,
                        struct ahead *ahead, float *scores) {
-    const int group = FP8_BY_BYTES && dtype == E4M3 ? (product == IN_PAIRS ? 2 : 4) : 1; /* decoded together */
+    const int group = most_packed(dtype) / (product == IN_PAIRS ? 2 : 1); /* decoded together */
     const int keys = sums_beside(rows), sums = rows * keys;
     struct share share = next_share(ahead, (int64_t)keys * width * (product == IN_PAIRS ? 2 : 1) * item_bytes[dtype]);
     vec sum[BLOCK_SUMS];
@@ -107,7 +113,11 @@ INLINE void score_keys(const enum product product, const enum dtype dtype, const
     int at = 0;
     for (; at + group * LANES <= width; at += group * LANES)
         score_step(product, dtype, reader, rows, keys, group, q, width, k, offset, at, &share, sum);
-    if (group > 1)
+    if (group > 2 && at + 2 * LANES <= width) {
+        score_step(product, dtype, reader, rows, keys, 2, q, width, k, offset, at, &share, sum);
+        at += 2 * LANES;
+    }
+    if (group > 1 && product == IN_F32)
         for (; at < width; at += LANES)
             score_step(product, dtype, reader, rows, keys, 1, q, width, k, offset, at, &share, sum);
     UNROLL
@@ -158,11 +168,33 @@ INLINE void turn(const __m512i *in, __m512i *out) {
     }
 }
 
-/* Lanes of K that make one step: 16 elements as f32, or 64 bytes as they are stored (for pairs). */
-INLINE __m512i key_lanes(const enum product product, const enum dtype dtype, const char *row, int step) {
-    if (product == IN_PAIRS) return _mm512_loadu_si512(row + step * 64);
-    const char *const at = row + step * LANES * item_bytes[dtype];
-    return (__m512i)(dtype == F32 ? vload((const float *)at) : dtype == F16 ? vload_f16(at) : vload_bf16(at));
+/* Lanes of K that make one step: 16 elements as f32, or 64 bytes as they are stored. */
+INLINE __m512i key_lanes(const enum dtype dtype, const char *row, int step) {
+    const char *const at = row + step * turned_bytes(dtype);
+    return dtype == F16 ? (__m512i)vload_f16(at) : _mm512_loadu_si512(at);
+}
+
+/* What one vector of turned lanes holds, to be multiplied: its elements one after the other, but of four fp8 0 and 2 (or
+ * both as a pair), then 1 and 3. */
+INLINE void turned_lane(const enum product product, const enum dtype dtype, const struct reader *reader, __m512i lane,
+                        vec *key) {
+    vec pairs[2] = {(vec)lane, (vec)lane};
+#if FP8_BY_BYTES
+    if (dtype == E4M3) {
+        const struct packed packed = decode_fp8(reader, lane);
+        const __m512i low = _mm512_set1_epi32(0x00ff00ff);
+        pairs[0] = (vec)_mm512_ternarylogic_epi32(low, packed.byte2, _mm512_slli_epi32(packed.byte3, 8), 0xca);
+        pairs[1] = (vec)_mm512_ternarylogic_epi32(low, _mm512_srli_epi32(packed.byte2, 8), packed.byte3, 0xca);
+    } /* 0xca: a ? b : c */
+#endif
+    (void)reader;
+    if (product == IN_PAIRS || dtype == F32 || dtype == F16) {
+        key[0] = in_register(pairs[0]);
+        key[1] = in_register(pairs[1]);
+        return;
+    }
+    UNROLL
+    for (int i = 0; i < 4; i++) key[i] = in_register(half_of(pairs[i / 2], i % 2));
 }
 
 /* scores[r][j] = q_r . k_j for `rows` query rows and TURNED_KEYS keys: a step's products in the order of the query row,
@@ -170,10 +202,10 @@ INLINE __m512i key_lanes(const enum product product, const enum dtype dtype, con
 INLINE void score_turned(const enum product product, const enum dtype dtype, const struct reader *reader,
                          const int rows, const float *q, int width, const char *const *k, int64_t offset,
                          struct ahead *ahead, float *scores) {
-    const int decoded = product == IN_PAIRS && dtype == E4M3 ? 2 : 1; /* vectors of products from one of lanes */
-    const int step_bytes = 2 * (product == IN_PAIRS ? 64 : LANES * item_bytes[dtype]);
+    /* vectors of products from one of lanes */
+    const int decoded = (dtype == E4M3 ? 4 : dtype == BF16 ? 2 : 1) / (product == IN_PAIRS ? 2 : 1);
+    const int step_bytes = 2 * turned_bytes(dtype);
     struct share share = next_share(ahead, (int64_t)width / decoded * step_bytes);
-    (void)reader;
     vec sum[2][MOST_ROWS], total[2][MOST_ROWS];
     __m512i lanes[2][LANES];
     UNROLL
@@ -185,20 +217,15 @@ INLINE void score_turned(const enum product product, const enum dtype dtype, con
             __m512i in[LANES];
             UNROLL
             for (int j = 0; j < LANES; j++)
-                in[j] = key_lanes(product, dtype, k[side * LANES + j] + offset, at / (decoded * LANES));
+                in[j] = key_lanes(dtype, k[side * LANES + j] + offset, at / (decoded * LANES));
             turn(in, lanes[side]);
         }
         const float *query = q + at;
         for (int c = 0; c < LANES; c++, query += decoded) {
-            vec key[2][2];
+            vec key[2][4];
             ask(&share, step_bytes);
             UNROLL
-            for (int side = 0; side < 2; side++) {
-                if (decoded == 1) key[side][0] = in_register((vec)lanes[side][c]);
-#if HAVE_PAIRS
-                else turned_pairs(reader, lanes[side][c], key[side]);
-#endif
-            }
+            for (int side = 0; side < 2; side++) turned_lane(product, dtype, reader, lanes[side][c], key[side]);
             UNROLL
             for (int i = 0; i < decoded; i++)
                 UNROLL
@@ -266,6 +293,12 @@ SCORES(scores_fp8_pairs, ALONG, IN_PAIRS, E4M3)
 SCORES(turned_f32, TURNED, IN_F32, F32)
 SCORES(turned_f16, TURNED, IN_F32, F16)
 SCORES(turned_bf16, TURNED, IN_F32, BF16)
+#if FP8_BY_BYTES
+#define TURNED_IN_F32_E4M3(n) SCORE_CASE(turned_block, n, IN_F32, E4M3)
+SCORES(turned_fp8, TURNED, IN_F32, E4M3)
+#else
+#define turned_fp8 NULL
+#endif
 #endif
 #if HAVE_TURNED && HAVE_PAIRS
 #define TURNED_IN_PAIRS_BF16(n) SCORE_CASE(turned_block, n, IN_PAIRS, BF16)
@@ -284,7 +317,7 @@ static scores_function *const scores_of[2][2][5] = {
     },
 #if HAVE_TURNED
     {
-        {turned_f32, turned_f16, turned_bf16, NULL, NULL},
+        {turned_f32, turned_f16, turned_bf16, turned_fp8, turned_fp8},
 #if HAVE_PAIRS
         {NULL, NULL, turned_bf16_pairs, turned_fp8_pairs, turned_fp8_pairs},
 #endif

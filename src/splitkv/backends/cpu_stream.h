@@ -36,7 +36,7 @@ INLINE void stream_key(const enum product product, const enum dtype dtype, const
         UNROLL
         for (int j = 0; j < keys; j++)
             key[j] = key_vector(product, dtype, reader,
-                                pack(dtype, reader, k[j] + offset, at / LANES * numbers, numbers), 0);
+                                pack(dtype, reader, k[j] + offset, at / LANES * numbers, 0, numbers / LANES), 1, 0);
         UNROLL
         for (int r = 0; r < rows; r++)
             UNROLL
@@ -87,7 +87,7 @@ INLINE void stream_value(const enum dtype dtype, const struct reader *reader, co
         ask(share, keys * LINE_BYTES);
         UNROLL
         for (int j = 0; j < keys; j++) {
-            columns(dtype, reader, 1, vecs, v + j, offset, at, value[j]);
+            columns(dtype, reader, 1, vecs, v + j, offset, at, dim, value[j]);
             UNROLL
             for (int c = 0; c < vecs; c++) value[j][c] = in_register(value[j][c]);
         }

@@ -80,11 +80,11 @@ static void softmax_step(int rows, double scale, float softcap, const float *bia
 
 /* Adds to sum[r * vecs + c] the weighted columns of `keys` neighbouring keys, in order. */
 INLINE void value_step(const enum dtype dtype, const struct reader *reader, const int rows, const int vecs,
-                       const int keys, const char *const *v, int64_t offset, int column, const float *weights,
-                       struct share *share, vec *sum) {
+                       const int keys, const char *const *v, int64_t offset, int column, int dim,
+                       const float *weights, struct share *share, vec *sum) {
     vec value[4];
     ask(share, keys * vecs * LANES * item_bytes[dtype]);
-    columns(dtype, reader, keys, vecs, v, offset, column, value);
+    columns(dtype, reader, keys, vecs, v, offset, column, dim, value);
     UNROLL
     for (int j = 0; j < keys; j++)
         UNROLL
@@ -111,8 +111,8 @@ INLINE void value_block(const enum dtype dtype, const struct reader *reader, con
             sum[r * vecs + c] = vload(acc + (int64_t)r * dim + column + c * LANES) * vset1(factor ? factor[r] : 1.0f);
     int j = 0;
     for (; j + keys <= count; j += keys)
-        value_step(dtype, reader, rows, vecs, keys, v + j, offset, column, weights + j, &share, sum);
-    if (j < count) value_step(dtype, reader, rows, vecs, 1, v + j, offset, column, weights + j, &share, sum);
+        value_step(dtype, reader, rows, vecs, keys, v + j, offset, column, dim, weights + j, &share, sum);
+    if (j < count) value_step(dtype, reader, rows, vecs, 1, v + j, offset, column, dim, weights + j, &share, sum);
     UNROLL
     for (int r = 0; r < rows; r++)
         UNROLL

@@ -36,7 +36,7 @@ ATTENTION_HEADER = (
 )
 ATTENTION_FILES = {
     "attention": "Every row and every contender",
-    "attention-all-contenders": "Keys and values leave the L2 cache first: every contender, as many rows as time let in",
+    "attention-all-contenders": "Keys and values leave the L2 cache first: every contender, rows as time let in",
     "attention-all-rows": "Keys and values leave the L2 cache first: every row, but FlashInfer did not load",
 }
 """Result files of `bench attention` on the H200, and what they show."""

@@ -20,12 +20,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | bool]:
     return state
 
 
-def address(kept: Scratch, least_bytes: int, device: int | None = 0, give_back: bool = True) -> int:
+def address(kept: Scratch, least_bytes: int, device: int | None = 0) -> int:
     """Of what a call is given."""
     tensor, waiting = kept.take(Q, device, least_bytes)
     assert tensor.dtype == torch.uint8 and tensor.ndim == 1 and tensor.numel() >= least_bytes
     assert tensor.data_ptr() % 16 == 0
-    if waiting is not None and give_back:
+    if waiting is not None:
         waiting.append(tensor)
     return tensor.data_ptr()
 

@@ -20,6 +20,7 @@ struct job {
     bool streams;             /* K and V are read as in cpu_stream.h, where all keys are present */
     int q_width;              /* floats that a query row fills (enum product) */
     float *q;                 /* [batch, query rows, q_width]: see load_query */
+    int32_t *order;           /* [head_dim]: query_element of each place, found once */
     int64_t k_bytes, v_bytes; /* of a key's row of one KV head */
     int64_t group_rows;       /* query rows per KV head */
     int64_t heads;            /* KV heads per task, at most */
@@ -43,19 +44,17 @@ struct scratch {
 /* Query row `r` of batch row `b`, as f32 or as pairs of bf16 in the order in which K's arrive. */
 static void load_query(const struct job *job, int64_t b, int64_t r) {
     const struct call *const call = job->call;
-    const enum dtype dtype = (enum dtype)call->q.dtype, k_dtype = (enum dtype)call->k.dtype;
+    const enum dtype dtype = (enum dtype)call->q.dtype;
     const char *const from = at3(&call->q, b, r % call->q_len, r / call->q_len);
     const int64_t stride = call->q.stride[3];
-    const int dim = (int)call->head_dim, width = job->q_width;
+    const int width = job->q_width;
     float *const q = job->q + (b * call->num_q_heads * call->q_len + r) * width;
     if (job->product == IN_PAIRS) {
-        for (int s = 0; s < 2 * width; s++)
-            memcpy((char *)q + 2 * s, from + query_element(IN_PAIRS, k_dtype, dim, job->turned, s) * stride, 2);
-    } else if (stride == item_bytes[dtype] && width % LANES == 0 && most_packed(k_dtype) == 1) {
+        for (int s = 0; s < 2 * width; s++) memcpy((char *)q + 2 * s, from + job->order[s] * stride, 2);
+    } else if (stride == item_bytes[dtype] && width % LANES == 0 && most_packed((enum dtype)call->k.dtype) == 1) {
         for (int s = 0; s < width; s += LANES) vstore(q + s, load_vector(from + s * stride, dtype));
     } else {
-        for (int s = 0; s < width; s++)
-            q[s] = load_number(from + query_element(IN_F32, k_dtype, dim, job->turned, s) * stride, dtype);
+        for (int s = 0; s < width; s++) q[s] = load_number(from + job->order[s] * stride, dtype);
     }
 }
 

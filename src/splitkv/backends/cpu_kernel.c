@@ -255,11 +255,17 @@ int splitkv_cpu_decode(const struct call *call) {
     int64_t scratch_floats;
     lay_out(&job, NULL, &scratch_floats);
     const int64_t q_floats = call->batch * call->num_q_heads * call->q_len * job.q_width;
-    const int64_t floats = threads * scratch_floats + ceil_div(q_floats, ALIGN_FLOATS) * ALIGN_FLOATS;
+    const int64_t order_at = threads * scratch_floats + ceil_div(q_floats, ALIGN_FLOATS) * ALIGN_FLOATS;
+    const int64_t floats = order_at + ceil_div(call->head_dim, ALIGN_FLOATS) * ALIGN_FLOATS; /* one int32 each */
     const bool fits = call->max_run <= MAX_RUN && fits_workspace(call, rows);
     float *const memory = fits ? aligned_alloc(LINE_BYTES, (size_t)floats * sizeof(float)) : NULL;
-    job.q = memory ? memory + threads * scratch_floats : NULL;
-    if (memory) run_tasks(&job, units, memory, scratch_floats, threads);
+    if (memory) {
+        job.q = memory + threads * scratch_floats;
+        job.order = (int32_t *)(memory + order_at);
+        for (int s = 0; s < call->head_dim; s++)
+            job.order[s] = query_element(job.product, k_dtype, (int)call->head_dim, job.turned, s);
+        run_tasks(&job, units, memory, scratch_floats, threads);
+    }
     free(memory);
     free(rows);
     return memory ? OK : fits ? NO_MEMORY : PLAN_TOO_SMALL;

@@ -257,14 +257,20 @@ INLINE int most_packed(const enum dtype dtype) {
     return dtype == BF16 ? 2 : FP8_BY_BYTES && (dtype == E4M3 || dtype == E5M2) ? 4 : 1;
 }
 
+/* The element at place s of vectors that were packed `block` elements at a time: low halves, then high ones, of pairs that
+ * lie side by side, or of fp8 as bytes are unpacked: eight elements of each quarter, and eight more or another row's. */
+INLINE int element_of_block(const bool fp8, const int block, int s) {
+    const int within = s % block, high = within / LANES % 2, pair = within % LANES;
+    if (!fp8) return s - within + pair * 2 + high;
+    return s - within + pair / 4 * (block / 4) + within / (2 * LANES) * 8 + pair % 4 * 2 + high;
+}
+
 /* The element of a row of `dim` at place s of its vectors (see `unpack`). */
 INLINE int element_at(enum dtype dtype, int dim, int s) {
-    const int most = most_packed(dtype), block = most == 4 && s < dim / (4 * LANES) * (4 * LANES) ? 4 * LANES : 2 * LANES;
-    if (most == 1 || s >= dim / block * block) return s;
-    const int within = s % block, high = within / LANES % 2, pair = within % LANES;
-    if (most == 2) return s - within + pair * 2 + high;
-    /* quarters of a vector of bytes: eight elements of each, and eight more or another row's */
-    return s - within + pair / 4 * (block / 4) + within / (2 * LANES) * 8 + pair % 4 * 2 + high;
+    const int most = most_packed(dtype);
+    if (most == 4 && s < dim / (4 * LANES) * (4 * LANES)) return element_of_block(true, 4 * LANES, s);
+    if (most > 1 && s < dim / (2 * LANES) * (2 * LANES)) return element_of_block(most == 4, 2 * LANES, s);
+    return s;
 }
 
 #if HAVE_PAIRS

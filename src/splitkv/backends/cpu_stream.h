@@ -26,7 +26,7 @@
 INLINE void stream_key(const enum product product, const enum dtype dtype, const struct reader *reader, const int rows,
                        const int keys, const float *q, int width, const char *const *k, int64_t offset,
                        struct share *share, float *scores) {
-    const int numbers = LINE_BYTES / item_bytes[dtype];
+    const int vecs = LINE_BYTES / item_bytes[dtype] / LANES; /* of a line */
     vec sum[STREAM_KEYS][STREAM_ROWS];
     UNROLL
     for (int s = 0; s < STREAM_KEYS * STREAM_ROWS; s++) sum[s / STREAM_ROWS][s % STREAM_ROWS] = vset1(0.0f);
@@ -36,7 +36,7 @@ INLINE void stream_key(const enum product product, const enum dtype dtype, const
         UNROLL
         for (int j = 0; j < keys; j++)
             key[j] = key_vector(product, dtype, reader,
-                                pack(dtype, reader, k[j] + offset, at / LANES * numbers, 0, numbers / LANES), 1, 0);
+                                pack(dtype, reader, k[j] + offset, at * vecs, width * vecs, vecs), vecs, 0);
         UNROLL
         for (int r = 0; r < rows; r++)
             UNROLL

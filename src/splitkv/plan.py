@@ -111,6 +111,13 @@ class DecodePlan:
         return max(min(self.blocks_per_sm * self.device.sm_count // heads, self.max_units), 1)
 
     @property
+    def cluster(self) -> int:
+        """Blocks of backend cuda that share two neighbouring SMs: of two KV heads, which read the same tokens. Measured
+        on Hopper, where a batch gains 0.3 to 1.5 %; one short row would start 0.2 us later."""
+        paired = self.problem.batch > 1 and self.grid[0] % 2 == 0 and self.device.capability == (9, 0)
+        return 2 if self.backend == "cuda" and paired else 1
+
+    @property
     def num_stages(self) -> int:
         """Tiles in flight: the tile's own number and what the schedule adds to it."""
         more = self.schedule.more_stages

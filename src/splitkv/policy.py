@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from .problem import DecodeProblem, DeviceSpec
-from .tiles import compute_dtype, suits_cuda, tile_keys
+from .tiles import CUDA_WARPS, compute_dtype, cuda_warp_keys, suits_cuda, tile_keys
 
 POLICY_VARIABLE = "SPLITKV_POLICY"
 PACK_VARIABLE = "SPLITKV_GQA_PACK"
@@ -167,6 +167,8 @@ def _auto(policy: SplitPolicy, problem: DecodeProblem, device: DeviceSpec) -> Sp
         wanted = min(AUTO_BLOCKS // kv_heads, max(AUTO_MERGE, AUTO_LEAST_BLOCKS // kv_heads))
     target = min(max(wanted, MIN_AUTO_SPLITS), MAX_AUTO_SPLITS)
     quantum = max(AUTO_QUANTUM, tile_keys(problem))
+    if problem.kv_dtype.startswith("fp8"):  # whose warps' tiles are larger than Triton's
+        quantum = max(quantum, CUDA_WARPS * cuda_warp_keys(problem, device))
     small = problem.kv_bytes_per_key < 512
     keys = AUTO_MIN_KEYS if small else AUTO_SPLIT_BYTES // problem.kv_bytes_per_key
     return SplitRule(target, ceil_div(keys, quantum) * quantum, quantum)

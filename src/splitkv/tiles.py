@@ -1,8 +1,8 @@
 """The tile: the block of keys that one step of the kernel reads, and the warps that read it.
 
 It fixes bytes of the answer (which products are summed together), so it follows from the geometry and dtypes
-alone (at head_dim 576 from the architecture's shared memory too): never from the batch, the capacity, the pages, the SM
-count or a tuned table. Pure integers.
+alone (at head_dim 576, and in fp8 at 128, from the architecture's shared memory too): never from the batch, the
+capacity, the pages, the SM count or a tuned table. Pure integers.
 """
 
 from __future__ import annotations
@@ -142,6 +142,9 @@ def power_of_two(n: int) -> int:
 
 CUDA_WARPS, CUDA_COLUMNS, CUDA_MAX_STAGES, CUDA_BLOCKS_PER_SM, CUDA_MAX_DIM = 4, 8, 6, 2, 256
 CUDA_CAPABILITY = (8, 0)
+WIDE_TILE_KEYS, WIDE_TILE_DIM, WIDE_TILE_MEMORY = 64, 128, 200 * KIB
+"""A warp's tile of fp8 at this head_dim, where an SM has so much shared memory: it takes little longer than one of 32
+keys, as latency is what a tile costs, and three of them fit for each warp of two blocks."""
 BLOCK_RESERVE_BYTES = KIB
 """Shared memory that the driver keeps for itself per block."""
 
@@ -162,11 +165,11 @@ def suits_cuda(problem: DecodeProblem, rows: int) -> bool:
 
 
 def cuda_tile(problem: DecodeProblem, rows: int, device: DeviceSpec) -> TileConfig:
-    """The tile of backend "cuda": block_n counts the keys that the block's warps take at once, 8, 16 or 32 each."""
+    """The tile of backend "cuda": block_n counts the keys that the block's warps take at once, 8 to 64 each."""
     columns = cuda_columns(rows)
     stages = cuda_shared(problem, rows, device)[0]
     compute = compute_dtype(problem.q_dtype, problem.kv_dtype)
-    return TileConfig(columns, CUDA_WARPS * cuda_warp_keys(problem), CUDA_WARPS, stages, compute)
+    return TileConfig(columns, CUDA_WARPS * cuda_warp_keys(problem, device), CUDA_WARPS, stages, compute)
 
 
 def cuda_columns(rows: int) -> int:
@@ -180,17 +183,24 @@ def cuda_rows(rows: int) -> int:
 
 
 def cuda_splits_per_block(tile: TileConfig, problem: DecodeProblem, rows: int) -> int:
-    """As most_splits_per_block: sixteen keep one more part in registers than four, for which fp8 at large heads has no
-    room, nor f32 beside more than four query vectors."""
+    """As most_splits_per_block: sixteen keep one more part in registers than four, for which fp8 at large heads or
+    beside two tiles of columns has no room, nor f32 beside more than four query vectors."""
     dims = max(problem.head_dim, problem.v_head_dim)
     if tile.compute == "f32":
         return 4 if rows > 4 and dims > 64 else 16
-    return 4 if problem.kv_dtype.startswith("fp8") and dims > 128 else 16
+    return 4 if problem.kv_dtype.startswith("fp8") and (dims > 128 or rows > CUDA_COLUMNS) else 16
 
 
-def cuda_warp_keys(problem: DecodeProblem) -> int:
-    """Keys of a warp's tile: up to 8 KiB of K, but 32 keys at most, and always where they are fp8."""
-    row_bytes = max(problem.head_dim, problem.v_head_dim) * DTYPE_BYTES[problem.kv_dtype]
+def cuda_warp_keys(problem: DecodeProblem, device: DeviceSpec) -> int:
+    """Keys of a warp's tile: up to 8 KiB of K, but 32 keys at most, and always in fp8; or WIDE_TILE_KEYS."""
+    dims = problem.head_dim, problem.v_head_dim
+    if (
+        problem.kv_dtype.startswith("fp8")
+        and max(dims) == WIDE_TILE_DIM
+        and all(WIDE_TILE_DIM % dim == 0 for dim in dims)
+    ):
+        return WIDE_TILE_KEYS if device.shared_memory_bytes >= WIDE_TILE_MEMORY else 32
+    row_bytes = max(dims) * DTYPE_BYTES[problem.kv_dtype]
     return 32 if row_bytes <= 256 else 16 if row_bytes <= 512 else 8
 
 
@@ -205,11 +215,14 @@ def cuda_shared(
     blocks of an SM share it, up to CUDA_MAX_STAGES and more_stages, or the two that are needed."""
     columns = cuda_columns(rows)
     row_chunks = [dim * DTYPE_BYTES[problem.kv_dtype] // 16 for dim in (problem.head_dim, problem.v_head_dim)]
-    stage = cuda_warp_keys(problem) * 16 * max(n | 1 if n % 8 else n for n in row_chunks) + 4
+    keys = cuda_warp_keys(problem, device)
+    stage = keys * 16 * max(n | 1 if n % 8 else n for n in row_chunks) + 4 * -(-keys // 32)
     share = (device.shared_memory_bytes + BLOCK_RESERVE_BYTES) // blocks_per_sm - BLOCK_RESERVE_BYTES
     rest = CUDA_WARPS * (8 * columns + 4)
+    if problem.page_size is not None:
+        rest += CUDA_WARPS * 32 * 4
     if problem.kv_dtype == "f32":
-        rest += CUDA_WARPS * cuda_warp_keys(problem) * cuda_rows(rows) * 4
+        rest += CUDA_WARPS * keys * cuda_rows(rows) * 4
     else:
         rest += columns * problem.head_dim * 2
     part = 4 * -(-(problem.v_head_dim // 4) // (32 * CUDA_WARPS // cuda_rows(rows)))  # of which a thread keeps so much

@@ -24,7 +24,7 @@ ROW_FIELDS = {
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rungs that take milliseconds: small rotations, short samples, and a memory faster than any cache."""
-    monkeypatch.setattr(timing, "ROTATION_BYTES", 4 << 20)
+    monkeypatch.setitem(timing.ROTATION_BYTES, "cpu", 4 << 20)
     monkeypatch.setitem(timing.BUDGET_S, "cpu", 0.002)
     monkeypatch.setattr(machine, "cache_bytes", lambda device: 1 << 20)
     believe(monkeypatch, 1e15)

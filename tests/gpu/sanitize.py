@@ -16,6 +16,7 @@ import splitkv
 def check(name: str, batch: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, **options: object) -> None:
     generator = torch.Generator().manual_seed(0)
     capacity, page_size, backend = 1200, options.pop("page_size", None), options.pop("backend", "auto")
+    kv_dtype = options.pop("kv_dtype", dtype)
     q = torch.randn(batch, heads[0], head_dim, generator=generator).to(dtype)
     lens = torch.tensor([(i * 379) % (capacity + 1) for i in range(1, batch + 1)], dtype=torch.int32)
     shape = (batch, capacity, heads[1], head_dim)
@@ -23,7 +24,7 @@ def check(name: str, batch: int, heads: tuple[int, int], head_dim: int, dtype: t
         pages = -(-capacity // page_size)
         shape = (batch * pages, page_size, heads[1], head_dim)
         options["block_table"] = torch.randperm(batch * pages, generator=generator).view(batch, -1).to(torch.int32)
-    k, v = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    k, v = (torch.randn(shape, generator=generator).to(kv_dtype) for _ in range(2))
     want = splitkv.reference_attention(q, k, v, lens, **options)
     on_gpu = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
     got = splitkv.decode_attention(q.cuda(), k.cuda(), v.cuda(), lens.cuda(), backend=backend, **on_gpu)
@@ -46,4 +47,6 @@ check("f16 sinks, mask", 2, (8, 2), 64, torch.float16, sinks=torch.zeros(8), mas
 check("triton bf16", 1, (16, 4), 256, torch.bfloat16, backend="triton")
 check("triton bf16 loaded, paged", 96, (8, 8), 128, torch.bfloat16, page_size=16, backend="triton")
 check("bf16, sixteen heads a group", 2, (16, 1), 128, torch.bfloat16, page_size=528)
+check("fp8 loaded, paged", 40, (32, 8), 128, torch.bfloat16, page_size=16, kv_dtype=torch.float8_e4m3fn)
+check("fp8, sixteen heads, odd pages", 3, (32, 2), 128, torch.bfloat16, page_size=24, kv_dtype=torch.float8_e4m3fn)
 print("ok")

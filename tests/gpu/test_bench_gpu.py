@@ -42,7 +42,7 @@ def read_sets(rotation: Rotation, bandwidth: Bandwidth, claimed: int = 1) -> flo
 
 
 def cold_rotation() -> Rotation:
-    rotation = plan_rotation(SET_BYTES, 1 << 34, machine.cache_bytes("cuda"))
+    rotation = plan_rotation(SET_BYTES, 1 << 34, machine.cache_bytes("cuda"), "cuda")
     assert rotation is not None and rotation.cold
     return rotation
 

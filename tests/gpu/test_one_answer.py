@@ -53,10 +53,14 @@ def test_neighbours_and_place(name: str, policy: str) -> None:
     assert_same(shuffled, (whole[0][order], whole[1][order]), "row order")
 
 
-@pytest.mark.parametrize("geometry", [((24, 4), 256), ((32, 8), 128), ((14, 2), 64), ((8, 1), 128)], ids=str)
-def test_ninety_six_rows(geometry: tuple[tuple[int, int], int]) -> None:
-    heads, head_dim = geometry
-    q, k, v = inputs("bf16", 1, heads, head_dim)
+WIDE_TILES = [("fp8", (32, 8), 128), ("fp8", (32, 2), 128)]
+"""Of 64 keys a warp, beside one tile of eight query vectors and beside two."""
+BY_HEADS = [("bf16", heads, dim) for heads, dim in (((24, 4), 256), ((32, 8), 128), ((14, 2), 64), ((8, 1), 128))]
+
+
+@pytest.mark.parametrize(("name", "heads", "head_dim"), BY_HEADS + WIDE_TILES, ids=str)
+def test_ninety_six_rows(name: str, heads: tuple[int, int], head_dim: int) -> None:
+    q, k, v = inputs(name, 1, heads, head_dim)
     alone = run(q, k, v, LENGTH)
     for batch in (32, 96):
         lens = [(i * 997) % 3000 for i in range(batch)]
@@ -68,9 +72,9 @@ def test_ninety_six_rows(geometry: tuple[tuple[int, int], int]) -> None:
             assert_same(row_of(full, row), alone, f"{batch} full rows")
 
 
-@pytest.mark.parametrize("name", DTYPES)
-def test_pages_capacity_strides_and_scratch(name: str) -> None:
-    q, k, v = inputs(name)
+@pytest.mark.parametrize(("name", "heads", "head_dim"), [(name, (24, 4), 256) for name in DTYPES] + WIDE_TILES, ids=str)
+def test_pages_capacity_strides_and_scratch(name: str, heads: tuple[int, int], head_dim: int) -> None:
+    q, k, v = inputs(name, 1, heads, head_dim)
     want = run(q, k, v, LENGTH)
     assert_same(run(q, k[:, :LENGTH], v[:, :LENGTH], LENGTH), want, "capacity")
     roomy = [torch.cat([cache, torch.full_like(cache, float("nan"))], 1) for cache in (k, v)]

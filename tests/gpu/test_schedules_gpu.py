@@ -20,6 +20,7 @@ LENS = [8192, 1, 0, 300, 5000, 64, 4096, 2048, 777, 8191, 65, 129] * 4
 CASES = {
     "cuda bf16": ("cuda", (32, 8), 128, torch.bfloat16, torch.bfloat16),
     "cuda fp8": ("cuda", (16, 4), 256, torch.bfloat16, torch.float8_e4m3fn),
+    "cuda fp8, wide tiles": ("cuda", (32, 8), 128, torch.bfloat16, torch.float8_e4m3fn),
     "cuda f32": ("cuda", (24, 4), 128, torch.float32, torch.float32),
     "triton f32": ("triton", (16, 1), 128, torch.float32, torch.float32),
 }

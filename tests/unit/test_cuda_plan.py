@@ -13,7 +13,7 @@ from test_plan import CPU, H200, POLICIES, check_schedule, packing, problem, pro
 from splitkv.plan import DecodePlan, plan_decode
 from splitkv.policy import SplitPolicy
 from splitkv.problem import KNOWN_DEVICES, DecodeProblem, DeviceSpec
-from splitkv.tiles import compute_dtype, cuda_shared, cuda_tile, cuda_warp_keys, runs_on_cuda
+from splitkv.tiles import TileConfig, compute_dtype, cuda_shared, cuda_tile, cuda_warp_keys, runs_on_cuda
 
 GPUS = st.sampled_from(list(KNOWN_DEVICES.values()))
 OLDER = replace(H200, name="older", capability=(7, 5), shared_memory_bytes=64 << 10)
@@ -35,13 +35,13 @@ def taken(draw: st.DrawFn) -> tuple[DecodeProblem, int]:
     return asked, draw(st.integers(1, 8 if max(asked.head_dim, asked.v_head_dim) > 128 else 16))
 
 
-def shared_bytes(asked: DecodeProblem, rows: int, stages: int) -> int:
-    """sizeof(Shared) of cuda_shape.cuh, field by field: ring, q, ml, exists, free_stage, kept."""
+def shared_bytes(asked: DecodeProblem, rows: int, device: DeviceSpec, stages: int) -> int:
+    """sizeof(Shared) of cuda_shape.cuh, field by field: ring, q, ml, exists, free_stage, pages_ahead, kept."""
 
     def pitch(chunks: int) -> int:  # 16-byte chunks between two rows: no two rows of eight in the same banks
         return chunks | 1 if chunks % 8 else chunks
 
-    keys, size = cuda_warp_keys(asked), BYTES[asked.kv_dtype]
+    keys, size = cuda_warp_keys(asked, device), BYTES[asked.kv_dtype]
     ring = 4 * stages * keys * 16 * max(pitch(dim * size // 16) for dim in (asked.head_dim, asked.v_head_dim))
     columns = 8 if rows <= 8 else 16
     q = columns // 8 * asked.head_dim // 16 * 32 * 8
@@ -50,7 +50,9 @@ def shared_bytes(asked: DecodeProblem, rows: int, stages: int) -> int:
     threads = next(128 // vectors for vectors in (1, 2, 4, 8, 16) if rows <= vectors)  # of a query vector
     part = 4 * math.ceil(asked.v_head_dim / 4 / threads)  # words of each thread
     kept = part + 2 if part >= 16 else 0
-    total = ring + q + 4 * columns * 8 + 4 * stages * 4 + 4 * 4 + 128 * 4 * kept
+    exists = 4 * stages * math.ceil(keys / 32) * 4
+    pages_ahead = 0 if asked.page_size is None else 4 * 32 * 4
+    total = ring + q + 4 * columns * 8 + exists + 4 * 4 + pages_ahead + 128 * 4 * kept
     return (total + 15) // 16 * 16  # the ring's alignment
 
 
@@ -95,13 +97,13 @@ def test_shared_memory_holds_what_the_kernel_declares(asked: tuple[DecodeProblem
     geometry, rows = asked
     stages, size = cuda_shared(geometry, rows, device)
     assert 2 <= stages <= 6
-    assert size == shared_bytes(geometry, rows, stages)
+    assert size == shared_bytes(geometry, rows, device, stages)
     assert size % 16 == 0
     assert size <= device.shared_memory_bytes
     half = (device.shared_memory_bytes + 1024) // 2 - 1024
     assert size <= half + 16 or stages == 2
     if stages < 6:
-        assert shared_bytes(geometry, rows, stages + 1) > half
+        assert shared_bytes(geometry, rows, device, stages + 1) > half
 
 
 @given(taken(), GPUS, GPUS, POLICIES, st.integers(1, 500), st.integers(1, 1024), st.sampled_from([None, 1, 16, 784]))
@@ -117,13 +119,34 @@ def test_the_tile_follows_the_geometry_alone(
     geometry, rows = asked
     tile = cuda_tile(geometry, rows, device)
     other = replace(geometry, batch=batch, page_size=page_size, capacity=4096)
-    assert cuda_tile(other, rows, replace(device, sm_count=sm_count)) == tile
-    assert replace(cuda_tile(other, rows, elsewhere), num_stages=tile.num_stages) == tile  # stages fix no byte
+
+    def tile_there(there: DeviceSpec) -> TileConfig:
+        return replace(cuda_tile(other, rows, there), num_stages=tile.num_stages)  # stages fix no byte
+
+    assert tile_there(replace(device, sm_count=sm_count)) == tile
+    if cuda_warp_keys(geometry, elsewhere) == cuda_warp_keys(geometry, device):
+        assert tile_there(elsewhere) == tile
+    else:  # the one tile that an architecture's shared memory decides
+        assert geometry.kv_dtype.startswith("fp8") and max(geometry.head_dim, geometry.v_head_dim) == 128
+        assert {tile.block_n, tile_there(elsewhere).block_n} == {128, 256}
     assert rows <= tile.block_m in (8, 16) and (rows > 8) == (tile.block_m == 16)
-    assert tile.num_warps == 4 and tile.block_n in (64, 128)
+    assert tile.num_warps == 4 and tile.block_n in (64, 128, 256)
     if runs_on_cuda(other, other.rows_per_kv_head, device):
         planned = plan_decode(other, replace(device, sm_count=sm_count), policy).tile
         assert planned == cuda_tile(geometry, other.rows_per_kv_head, device)
+
+
+@pytest.mark.parametrize(
+    ("dims", "keys"), [((128, 128), 64), ((128, 64), 64), ((96, 128), 32), ((64, 64), 32), ((256, 128), 32)]
+)
+def test_wide_tiles_of_fp8_where_memory_holds_them(dims: tuple[int, int], keys: int) -> None:
+    """Splits are whole tiles of the block, so that none of its warps is idle."""
+    asked = replace(problem(), head_dim=dims[0], v_head_dim=dims[1], kv_dtype="fp8_e4m3")
+    for name, wanted in (("h200", keys), ("b200", keys), ("a100", 32), ("rtx4090", 32)):
+        device = DeviceSpec.named(name)
+        rule = SplitPolicy.auto().rule(asked, device)
+        assert cuda_warp_keys(asked, device) == wanted, name
+        assert rule.quantum % (4 * wanted) == 0 and rule.min_len % rule.quantum == 0, name
 
 
 # ------------------------------------------------------------------------------------------------ schedule

@@ -53,30 +53,30 @@ def test_bandwidth_is_bytes_over_time() -> None:
 # ---- what a rotation covers --------------------------------------------------------------------------------
 
 
-def test_small_sets_rotate_until_they_fill_512_mib() -> None:
-    rotation = plan_rotation(16 * MIB, 1 << 40, CACHE)
-    assert rotation == Rotation(32, 512 * MIB, cold=True)
+def test_small_sets_rotate_until_they_fill_what_the_device_asks_for() -> None:
+    assert plan_rotation(16 * MIB, 1 << 40, CACHE, "cpu") == Rotation(32, 512 * MIB, cold=True)
+    assert plan_rotation(16 * MIB, 1 << 40, CACHE, "cuda") == Rotation(128, 2048 * MIB, cold=True)
 
 
 def test_large_sets_rotate_in_pairs() -> None:
-    assert plan_rotation(2 << 30, 1 << 40, CACHE) == Rotation(2, 4 << 30, cold=True)
+    assert plan_rotation(2 << 30, 1 << 40, CACHE, "cuda") == Rotation(2, 4 << 30, cold=True)
 
 
 def test_short_memory_takes_what_fits_and_says_if_it_is_cached() -> None:
-    assert plan_rotation(100 * MIB, 250 * MIB, CACHE) == Rotation(2, 200 * MIB, cold=True)
-    warm = plan_rotation(16 * MIB, 40 * MIB, CACHE)
+    assert plan_rotation(100 * MIB, 250 * MIB, CACHE, "cpu") == Rotation(2, 200 * MIB, cold=True)
+    warm = plan_rotation(16 * MIB, 40 * MIB, CACHE, "cpu")
     assert warm == Rotation(2, 32 * MIB, cold=False) and warm.label == "cache-resident"
-    assert plan_rotation(100 * MIB, 99 * MIB, CACHE) is None
+    assert plan_rotation(100 * MIB, 99 * MIB, CACHE, "cpu") is None
 
 
 def test_a_large_cache_asks_for_more() -> None:
-    rotation = plan_rotation(16 * MIB, 1 << 40, 256 * MIB)
+    rotation = plan_rotation(16 * MIB, 1 << 40, 256 * MIB, "cpu")
     assert rotation is not None and rotation.footprint_bytes == 1024 * MIB
 
 
-@given(st.integers(1, 1 << 32), st.integers(0, 1 << 34), st.integers(1, 1 << 30))
-def test_rotations_never_exceed_the_arena(set_bytes: int, arena: int, cache: int) -> None:
-    rotation = plan_rotation(set_bytes, arena, cache)
+@given(st.integers(1, 1 << 32), st.integers(0, 1 << 34), st.integers(1, 1 << 30), st.sampled_from(["cpu", "cuda"]))
+def test_rotations_never_exceed_the_arena(set_bytes: int, arena: int, cache: int, device: str) -> None:
+    rotation = plan_rotation(set_bytes, arena, cache, device)
     if rotation is None:
         assert set_bytes > arena
     else:

@@ -30,9 +30,9 @@ struct Params {
     i64 table_stride, mask_stride_b, mask_stride_h, mask_stride_i, mask_stride_n;
     i64 out_stride_b, out_stride_i, out_stride_h, lse_stride_b, lse_stride_i, lse_stride_h;
     i64 k_scale_stride, v_scale_stride;
-    int uniform_len, batch, capacity, num_pages, page_size, window;
+    int uniform_len, batch, capacity, num_pages, page_size, page_shift, window;
     int num_kv_heads, group, q_len, rows_per_block, row_blocks;
-    int target, min_len, quantum, target_units, max_run, blocks;
+    int target, min_len, quantum, target_units, blocks;
     float scale, v_scale, softcap;
 };
 

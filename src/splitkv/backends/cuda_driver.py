@@ -71,19 +71,28 @@ def launch_again(
         raise RuntimeError(f"CUDA: {status_name(status)}")
 
 
-def launch_config(grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, dependent: bool) -> Any:
-    """A CUlaunchConfig. dependent: starts while the kernel before it ends, and waits for it by itself."""
+def launch_config(
+    grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, dependent: bool, cluster: int = 1
+) -> Any:
+    """A CUlaunchConfig. dependent: starts while the kernel before it ends, and waits for it by itself. cluster: blocks
+    side by side in x that are held close to each other."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes, config.hStream = shared_bytes, stream
+    attributes = []
     if dependent:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs, config.numAttrs = [attribute], 1
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attributes[-1].value.programmaticStreamSerializationAllowed = 1
+    if cluster > 1:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attributes[-1].value.clusterDim
+        size.x, size.y, size.z = cluster, 1, 1
+    config.attrs, config.numAttrs = attributes, len(attributes)
     return config
 
 

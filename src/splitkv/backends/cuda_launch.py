@@ -81,9 +81,10 @@ class CudaLaunch:
         self._params = PARAMS.pack(
             *(0,) * 14, *steps(q, 3), *steps(k_cache, 3), *steps(v_cache, 3), *steps(block_table, 1), *steps(mask, 4),
             *steps(out, 3), *steps(lse, 3), scale_step(k_scale), scale_step(v_scale),
-            0, problem.batch, min(problem.capacity, INT32_MAX), k_cache.shape[0], problem.page_size or 1, window,
+            0, problem.batch, min(problem.capacity, INT32_MAX), k_cache.shape[0],
+            problem.page_size or 1, page_shift(problem.page_size or 1), window,
             problem.num_kv_heads, problem.group_size, problem.q_len, plan.rows_per_block, plan.row_blocks,
-            rule.target, rule.min_len, rule.quantum, plan.target_units, plan.max_run, plan.blocks_at_once,
+            rule.target, rule.min_len, rule.quantum, plan.target_units, plan.blocks_at_once,
             softmax_scale if isinstance(k_scale, Tensor) else softmax_scale * k_scale,
             1.0 if isinstance(v_scale, Tensor) else v_scale, softcap,
         )  # fmt: skip
@@ -151,11 +152,17 @@ class CudaLaunch:
         plan, capability = self._plan, self._plan.device.capability
         split = load_kernel(self._source, self._split, capability, self._device, self._shared_bytes)
         threads = 32 * plan.tile.num_warps
-        kernels = [(launch_config(plan.grid, threads, self._shared_bytes, stream, self._dependent), split)]
+        config = launch_config(plan.grid, threads, self._shared_bytes, stream, self._dependent, plan.cluster)
+        kernels = [(config, split)]
         if plan.splits:
             merge = load_kernel(MERGE, self._merge, capability, self._device, 0)
             kernels.append((launch_config(self._merge_grid, self._merge_threads, 0, stream, self._dependent), merge))
         return Launches(self._device, kernels, self._params, len(TENSORS) + 1, LENGTH_AT)
+
+
+def page_shift(page_size: int) -> int:
+    """By how much the kernels shift a key's number to find its page; -1 where they divide: pages of no power of two."""
+    return page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1
 
 
 def scale_step(scale: Tensor | float) -> int:

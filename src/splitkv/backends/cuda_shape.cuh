@@ -7,7 +7,9 @@
 #define KV_BYTES (FP8 ? 1 : KV_TYPE == F32 ? 4 : 2)
 #define COMPUTE_BF16 (KV_TYPE == BF16)
 #define VECTORS (8 * NT)
+#define PAGES_AHEAD 2  // tiles of the block between a tile whose pages are read and one whose pages are asked for
 #define MT (BK / 16)
+#define LANE_PAGES ((BK + 31) / 32)  // keys of a tile that a lane knows the pages of
 #define K_CHUNKS (D * KV_BYTES / 16)  // chunks of 16 bytes in a row
 #define V_CHUNKS (DV * KV_BYTES / 16)
 #define PITCH(chunks) ((chunks) % 8 ? (chunks) | 1 : (chunks))
@@ -29,8 +31,11 @@ struct Shared {
     uint2 q[NT][D / 16][32];  // as the products' right operand: by lane
 #endif
     float2 ml[WARPS][VECTORS];
-    u32 exists[WARPS][STAGES];
+    u32 exists[WARPS][STAGES][LANE_PAGES];
     int free_stage[WARPS];
+#if PAGED
+    int pages_ahead[WARPS][32];  // what is asked for early; nobody reads it here
+#endif
 #if KEPT_WORDS
     float kept[KEPT_WORDS][THREADS];
 #endif
@@ -42,6 +47,13 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_launch.py counts otherwise")
 template <int CHUNKS>
 __device__ __forceinline__ int chunk_at(int r, int c) {
     return PITCH(CHUNKS) % 8 ? r * PITCH(CHUNKS) + c : r * CHUNKS + (c & ~7 | (c ^ r) & 7);
+}
+
+// The same of row r `below`, where r is less than any power of two in `below`: constants apart from what a lane brings.
+template <int CHUNKS>
+__device__ __forceinline__ int chunk_below(int below, int r, int c) {
+    int at = below * PITCH(CHUNKS);
+    return PITCH(CHUNKS) % 8 ? at + chunk_at<CHUNKS>(r, c) : at + (r * CHUNKS + (c & ~7)) + ((c ^ r) & 7 ^ below & 7);
 }
 
 // Where an element of a column lies while warps join: fours stay together, and a warp's stores, of eight rows and every other

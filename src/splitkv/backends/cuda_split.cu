@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
             wait_for_previous_kernel();
             guess.ask(p);
         }
-        loader.find_page(p);
+        if (PAGED) loader.advance(p, shared);
         if (!share.empty()) queries.fetch(p, share.first);
 #pragma unroll 1
         for (int stage = 0; stage < STAGES - 1; stage++) loader.issue(p, shared);
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) split_kernel(const __gr
         if (!of_v) {
             Scores s;
             score(s, shared.ring[warp][stage], shared, queries);
-            mask_scores(p, item, scale, n, split_end, PAGED ? shared.exists[warp][stage] : 0, s);
+            mask_scores(p, item, scale, n, split_end, shared.exists[warp][stage], s);
             soften(sums, s);
             weights.set(s);
         } else {

@@ -129,7 +129,8 @@ typedef float Scores[MT][NT][4];
 // S^T = K Q^T over one tile: rows are keys.
 __device__ __forceinline__ void score(Scores& s, const uint4* k, const Shared& shared, const Queries&) {
     int lane = threadIdx.x & 31;
-    Scores odd;  // odd steps sum apart: half the chain of dependent products
+    Scores odd;  // where chains of dependent products are few, odd steps sum apart: half as long
+    const bool apart = MT * NT <= 4;
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
@@ -142,15 +143,15 @@ __device__ __forceinline__ void score(Scores& s, const uint4* k, const Shared& s
         uint2 b[NT];
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) b[nt] = shared.q[nt][step][lane];
-        if (FP8) {  // one chunk of 32 keys: rows 0-7, 8-15, 16-23, 24-31
-            load_matrices(a, k + chunk_at<K_CHUNKS>(lane, step));
+        if (FP8) {
 #pragma unroll
-            for (int mt = 0; mt < MT; mt++) {
+            for (int mt = 0; mt < MT; mt++) {  // one chunk of 32 keys: rows 0-7, 8-15, 16-23, 24-31
+                if (mt % 2 == 0) load_matrices(a, k + chunk_at<K_CHUNKS>(mt * 16 | lane, step));
                 u32 x = a[(2 * mt) & 3], y = a[(2 * mt + 1) & 3];
                 u32 a0 = widen(x), a2 = widen(x >> 16), a1 = widen(y), a3 = widen(y >> 16);
 #pragma unroll
                 for (int nt = 0; nt < NT; nt++)
-                    multiply(step & 1 ? odd[mt][nt] : s[mt][nt], a0, a1, a2, a3, b[nt].x, b[nt].y);
+                    multiply(apart && step & 1 ? odd[mt][nt] : s[mt][nt], a0, a1, a2, a3, b[nt].x, b[nt].y);
             }
         } else {
 #pragma unroll
@@ -158,7 +159,7 @@ __device__ __forceinline__ void score(Scores& s, const uint4* k, const Shared& s
                 load_matrices(a, k + chunk_at<K_CHUNKS>(mt * 16 | lane & 15, 2 * step | lane >> 4));
 #pragma unroll
                 for (int nt = 0; nt < NT; nt++)
-                    multiply(step & 1 ? odd[mt][nt] : s[mt][nt], a[0], a[1], a[2], a[3], b[nt].x, b[nt].y);
+                    multiply(apart && step & 1 ? odd[mt][nt] : s[mt][nt], a[0], a[1], a[2], a[3], b[nt].x, b[nt].y);
             }
         }
     }
@@ -167,12 +168,12 @@ __device__ __forceinline__ void score(Scores& s, const uint4* k, const Shared& s
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) s[mt][nt][i] += odd[mt][nt][i];
+            for (int i = 0; i < 4 && apart; i++) s[mt][nt][i] += odd[mt][nt][i];
 }
 
 // Logits of a tile.
 __device__ __forceinline__ void mask_scores(const Params& p, const Item& item, float scale, int n, int split_end,
-                                            u32 exists, Scores& s) {
+                                            const u32 (&exists)[LANE_PAGES], Scores& s) {
     int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
@@ -183,7 +184,7 @@ __device__ __forceinline__ void mask_scores(const Params& p, const Item& item, f
             for (int i = j; i < 4 * MT; i += 2) {
                 int row = i / 4 * 16 + g + (i >> 1 & 1) * 8;
                 float& x = s[i / 4][nt][i % 4];
-                x = view.logit(p, x * scale, n + row, !PAGED || exists >> row & 1);
+                x = view.logit(p, x * scale, n + row, !PAGED || exists[i / 8] >> (row & 31) & 1);
             }
         }
     }
@@ -255,11 +256,11 @@ __device__ __forceinline__ void accumulate(Sums& sums, const uint4* v, const Wei
 #pragma unroll
     for (int step = 0; step < DV / 16; step++) {
         u32 a[4];
-        if (FP8) load_matrices_transposed(a, v + chunk_at<V_CHUNKS>(lane, step));
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) {
             u32 a0, a1, a2, a3;
             if (FP8) {
+                if (mt % 2 == 0) load_matrices_transposed(a, v + chunk_at<V_CHUNKS>(mt * 16 | lane, step));
                 u32 x = __byte_perm(a[(2 * mt) & 3], 0, 0x3120), y = __byte_perm(a[(2 * mt + 1) & 3], 0, 0x3120);
                 a0 = widen(x), a1 = widen(x >> 16), a2 = widen(y), a3 = widen(y >> 16);
             } else {

@@ -181,14 +181,14 @@ __device__ __forceinline__ void score(Scores& s, const uint4* k, const Shared&, 
 
 // Logits of a tile.
 __device__ __forceinline__ void mask_scores(const Params& p, const Item& item, float scale, int n, int split_end,
-                                            u32 exists, Scores& s) {
+                                            const u32 (&exists)[LANE_PAGES], Scores& s) {
 #pragma unroll
     for (int i = 0; i < LANE_SCORES; i++) {
         View view(p, item, split_end, vector_of(i));
 #pragma unroll
         for (int turn = 0; turn < TURNS; turn++) {
             int row = key_of(turn, i);
-            s[turn][i] = view.logit(p, s[turn][i] * scale, n + row, !PAGED || exists >> row & 1);
+            s[turn][i] = view.logit(p, s[turn][i] * scale, n + row, !PAGED || exists[0] >> row & 1);
         }
     }
 }

@@ -1,7 +1,7 @@
 """`splitkv bench attention`: ours against everything that is installed, parity first, the floor in the same run.
 
 Each case: every contender computes KV set 0 once, on its own and as a CUDA graph, and is held against float64; those
-that pass are timed in turns, each call on the next set of a rotation of at least 512 MiB (timing.py). A contender
+that pass are timed in turns, each call on the next set of a rotation that no cache holds (timing.py). A contender
 that cannot run a case, raises or is wrong gets no speed and a reason under `not_run`; the run goes on without it.
 """
 
@@ -163,7 +163,7 @@ def rotation_of(case: AttentionCase, device: str) -> Rotation | None:
     """How many sets of the case to rotate over, in the memory that is free; None where not one fits."""
     spare_bytes = case.spare_keys * case.key_bytes
     budget = memory_budget(device) - spare_bytes
-    return plan_rotation(case.set_keys * case.key_bytes, budget, machine.cache_bytes(device))
+    return plan_rotation(case.set_keys * case.key_bytes, budget, machine.cache_bytes(device), device)
 
 
 def build_peers(options: AttentionOptions) -> dict[str, Any]:

@@ -167,9 +167,9 @@ def memory_budget(device: str) -> int:
     return int(machine.memory_bytes(device)[0] * MEMORY_SHARE[device])
 
 
-def arena_bytes(rungs: Sequence[Rung], budget_bytes: int, cache_bytes: int) -> int:
+def arena_bytes(rungs: Sequence[Rung], budget_bytes: int, cache_bytes: int, device: str) -> int:
     """Bytes for the largest rotation that any of these rungs wants and the budget holds; 0 if none fits."""
-    rotations = [plan_rotation(rung.set_bytes, budget_bytes, cache_bytes) for rung in rungs]
+    rotations = [plan_rotation(rung.set_bytes, budget_bytes, cache_bytes, device) for rung in rungs]
     return max((rotation.footprint_bytes for rotation in rotations if rotation), default=0)
 
 

@@ -84,7 +84,7 @@ def run_ranks(
     threads = max(machine.usable_cores() // ranks, 1)
     for done, rung in enumerate(rungs):
         progress(done, len(rungs), rung.case)
-        rotation = timing.plan_rotation(rung.set_bytes, budget, ranks * machine.cache_bytes(device))
+        rotation = timing.plan_rotation(rung.set_bytes, budget, ranks * machine.cache_bytes(device), device)
         if rotation is None:
             why = f"one KV set takes {rung.set_bytes / 1e9:.2f} GB and a rank may use {budget / 1e9:.2f} GB"
             skipped.append({"case": rung.case, "reason": why})

@@ -70,12 +70,12 @@ def run_rungs(
         group = [rung for rung in rungs if rung.kv_dtype == kv_dtype]
         _release_memory()
         cache, budget = machine.cache_bytes(device), memory_budget(device)
-        size = arena_bytes(group, budget, cache)
+        size = arena_bytes(group, budget, cache, device)
         report(f"{kv_dtype}: filling {size / 1e9:.1f} GB with random keys and values")
         arena = Arena(size, kv_dtype, device, options.seed)
         for rung in group:
             report(rung.case)
-            rotation = plan_rotation(rung.set_bytes, arena.size_bytes, cache)
+            rotation = plan_rotation(rung.set_bytes, arena.size_bytes, cache, device)
             if rotation is None:
                 needed, allowed = rung.set_bytes / 1e9, budget / 1e9
                 why = f"one KV set takes {needed:.2f} GB and only {allowed:.2f} GB may be used"

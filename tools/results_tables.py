@@ -34,12 +34,6 @@ ATTENTION_HEADER = (
     "speed-up | error | its error |",
     "|---|---|---|---|---|---|---|---|---|---|",
 )
-ATTENTION_FILES = {
-    "attention": "Every row and every contender",
-    "attention-all-contenders": "Keys and values leave the L2 cache first: every contender, rows as time let in",
-    "attention-all-rows": "Keys and values leave the L2 cache first: every row, but FlashInfer did not load",
-}
-"""Result files of `bench attention` on the H200, and what they show."""
 GROUPS = {
     "table": "The cases with a goal of their own",
     "dtypes": "Other KV dtypes",
@@ -119,10 +113,10 @@ def attention_line(row: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def attention_tables(name: str, title: str) -> list[str]:
-    record, rows = rows_of(name)
-    versions = [f"{contender} {version}" for contender, version in record["contender_versions"].items() if version]
-    parts = [f"## {title}", "", f"{source(record, name).replace('LINK', '..')} Contenders: {', '.join(versions)}.", ""]
+def attention_tables() -> list[str]:
+    record, rows = rows_of("attention")
+    versions = [f"{name} {version}" for name, version in record["contender_versions"].items() if version]
+    parts = [f"{source(record, 'attention').replace('LINK', '..')} Contenders: {', '.join(versions)}.", ""]
     for group, members in groups(rows).items():
         lines = [attention_line(dict(row)) for row in members]
         parts += [f"### {GROUPS.get(group, group)}", "", *ATTENTION_HEADER, *lines, ""]
@@ -131,7 +125,7 @@ def attention_tables(name: str, title: str) -> list[str]:
 
 def performance_page() -> str:
     """The tables, then the figures that are there."""
-    parts = [line for name, title in ATTENTION_FILES.items() for line in attention_tables(name, title)]
+    parts = attention_tables()
     for name in ("attention", "rungs"):
         for plot, caption in PLOTS.items():
             if (ROOT / "docs" / "plots" / f"{name}-{plot}.png").exists():

@@ -61,6 +61,7 @@ def test_case_01_page_offsets_past_two_to_the_31() -> None:
 
 def test_case_01_catches_page_offsets_in_32_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     needs_memory(6)
+    monkeypatch.setenv("SPLITKV_BACKEND", "triton")  # whose tile the planted kernel is launched with
     faults.PAGE_OFFSETS_IN_32_BITS.plant("triton", monkeypatch, tmp_path)
     with caught():
         check_page_offsets()

@@ -16,7 +16,7 @@ typedef struct {
 typedef struct {
     unsigned grid[3], block[3], shared_bytes, num_attributes;
     void *stream, *function;
-    int attribute, value;
+    int attributes[2][4];  // of each its id and the first three words of its value
     char params[1024];
 } Launch;
 
@@ -31,9 +31,9 @@ int cuLaunchKernelEx(const Config* config, void* function, void** params, void**
     launch->shared_bytes = config->shared_bytes;
     launch->stream = config->stream;
     launch->num_attributes = config->num_attributes;
-    if (config->num_attributes) {
-        launch->attribute = config->attributes[0].id;
-        launch->value = config->attributes[0].value[0];
+    for (unsigned i = 0; i < config->num_attributes && i < 2; i++) {
+        launch->attributes[i][0] = config->attributes[i].id;
+        memcpy(&launch->attributes[i][1], config->attributes[i].value, 3 * sizeof(int));
     }
     launch->function = function;
     memcpy(launch->params, params[0], params_bytes);

@@ -24,7 +24,7 @@ from splitkv.backends import TENSORS, cuda_driver, cuda_launch
 
 SOURCE = Path(__file__).with_name("fake_driver.c")
 H200, A100 = DeviceSpec.named("h200"), DeviceSpec.named("a100")
-PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION of cuda.h
+CLUSTER, PROGRAMMATIC = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION and _PROGRAMMATIC_STREAM_SERIALIZATION of cuda.h
 WORKSPACE = TENSORS.index("workspace")
 
 
@@ -36,8 +36,7 @@ class Launch(ctypes.Structure):
         ("num_attributes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
         ("function", ctypes.c_void_p),
-        ("attribute", ctypes.c_int),
-        ("value", ctypes.c_int),
+        ("attributes", ctypes.c_int * 4 * 2),
         ("params", ctypes.c_char * 1024),
     ]
 
@@ -92,11 +91,17 @@ def fields(launch: Launch) -> tuple[Any, ...]:
     return cuda_launch.PARAMS.unpack(params)
 
 
+def attributes(launch: Launch) -> list[list[int]]:
+    """Of each attribute its id and the first words of its value."""
+    return [list(attribute) for attribute in launch.attributes[: launch.num_attributes]]
+
+
 def test_layouts_are_those_of_the_bindings(fake: Driver) -> None:
     assert fake.get("config_bytes") == driver.sizeof(driver.CUlaunchConfig)
     assert fake.get("attribute_bytes") == driver.sizeof(driver.CUlaunchAttribute)
-    attribute = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    assert int(attribute) == PROGRAMMATIC
+    ids = driver.CUlaunchAttributeID
+    assert int(ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) == PROGRAMMATIC
+    assert int(ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) == CLUSTER
 
 
 @pytest.mark.parametrize("batch", [1, 200])
@@ -112,10 +117,11 @@ def test_the_driver_is_given_both_kernels(device: DeviceSpec, batch: int, fake: 
     assert tuple(merge.grid) == launch._merge_grid and tuple(merge.block)[1:] == (1, 1)
     assert merge.block[0] == 32 * (plan.merge_team if plan.merge_team > 1 else 8)
     assert (split.function, merge.function) == (1, 2)
-    dependent = (1, PROGRAMMATIC, 1) if device.capability >= (9, 0) else (0, 0, 0)
+    dependent = [[PROGRAMMATIC, 1, 0, 0]] if device.capability >= (9, 0) else []
+    pairs = [[CLUSTER, 2, 1, 1]] if batch > 1 and device is H200 else []
+    assert attributes(split) == dependent + pairs and attributes(merge) == dependent
     for kernel in (split, merge):
         assert kernel.stream == 0x5000
-        assert (kernel.num_attributes, kernel.attribute, kernel.value) == dependent
         values = fields(kernel)
         assert list(values[:13]) == addresses and values[13] == addresses[WORKSPACE] + launch._offset
         assert values[36] == 77  # uniform_len, after 14 pointers and 22 strides

@@ -190,6 +190,18 @@ def test_runs_and_units(
     assert plan.rule.quantum & (plan.rule.quantum - 1) == 0
 
 
+@given(taken(), GPUS, POLICIES, st.integers(1, 500))
+def test_pairs_of_blocks_are_of_two_heads_in_batches_on_hopper(
+    asked: tuple[DecodeProblem, int], device: DeviceSpec, policy: SplitPolicy, batch: int
+) -> None:
+    """A grid must be whole clusters, or the driver refuses the launch."""
+    plan = plan_of(asked, device, policy, batch)
+    even = plan.problem.num_kv_heads * plan.row_blocks % 2 == 0
+    assert plan.cluster == (2 if batch > 1 and even and device.capability == (9, 0) else 1)
+    assert plan.grid[0] % plan.cluster == 0
+    assert replace(plan, backend="triton").cluster == 1
+
+
 def test_a_loaded_launch_joins_in_blocks_and_a_lone_row_does_not() -> None:
     assert plan_decode(problem(), H200).max_run == 1
     loaded = plan_decode(problem(batch=200), H200)

@@ -145,6 +145,8 @@ CUDA_CAPABILITY = (8, 0)
 WIDE_TILE_KEYS, WIDE_TILE_DIM, WIDE_TILE_MEMORY = 64, 128, 200 * KIB
 """A warp's tile of fp8 at this head_dim, where an SM has so much shared memory: it takes little longer than one of 32
 keys, as latency is what a tile costs, and three of them fit for each warp of two blocks."""
+CUDA_PAGES_ASKED = 4
+"""Page ids that a warp asks for early, with each stage: PAGES_ASKED of cuda_shape.cuh."""
 BLOCK_RESERVE_BYTES = KIB
 """Shared memory that the driver keeps for itself per block."""
 
@@ -217,10 +219,10 @@ def cuda_shared(
     row_chunks = [dim * DTYPE_BYTES[problem.kv_dtype] // 16 for dim in (problem.head_dim, problem.v_head_dim)]
     keys = cuda_warp_keys(problem, device)
     stage = keys * 16 * max(n | 1 if n % 8 else n for n in row_chunks) + 4 * -(-keys // 32)
+    if problem.page_size is not None:
+        stage += 4 * CUDA_PAGES_ASKED
     share = (device.shared_memory_bytes + BLOCK_RESERVE_BYTES) // blocks_per_sm - BLOCK_RESERVE_BYTES
     rest = CUDA_WARPS * (8 * columns + 4)
-    if problem.page_size is not None:
-        rest += CUDA_WARPS * 32 * 4
     if problem.kv_dtype == "f32":
         rest += CUDA_WARPS * keys * cuda_rows(rows) * 4
     else:

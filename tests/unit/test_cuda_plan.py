@@ -51,7 +51,7 @@ def shared_bytes(asked: DecodeProblem, rows: int, device: DeviceSpec, stages: in
     part = 4 * math.ceil(asked.v_head_dim / 4 / threads)  # words of each thread
     kept = part + 2 if part >= 16 else 0
     exists = 4 * stages * math.ceil(keys / 32) * 4
-    pages_ahead = 0 if asked.page_size is None else 4 * 32 * 4
+    pages_ahead = 0 if asked.page_size is None else 4 * stages * 4 * 4
     total = ring + q + 4 * columns * 8 + exists + 4 * 4 + pages_ahead + 128 * 4 * kept
     return (total + 15) // 16 * 16  # the ring's alignment
 

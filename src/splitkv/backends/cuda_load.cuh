@@ -77,8 +77,9 @@ struct Loader {
             page[i] = key < split_end && lane < BK ? table[number] : -1;
             slot[i] = key - number * p.page_size;
         }
-        int later = n + PAGES_AHEAD * WARPS * BK + LANE_PAGES * lane;
-        if (later < item.hi) copy_value(&shared.pages_ahead[threadIdx.x >> 5][lane], table + page_number(p, later));
+        int later = n + PAGES_AHEAD * WARPS * BK + lane * (BK / PAGES_ASKED);
+        if (lane < PAGES_ASKED && later < item.hi)
+            copy_value(&shared.pages_ahead[threadIdx.x >> 5][stage][lane], table + page_number(p, later));
     }
 #endif
 

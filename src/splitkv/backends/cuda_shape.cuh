@@ -8,6 +8,7 @@
 #define COMPUTE_BF16 (KV_TYPE == BF16)
 #define VECTORS (8 * NT)
 #define PAGES_AHEAD 2  // tiles of the block between a tile whose pages are read and one whose pages are asked for
+#define PAGES_ASKED 4  // by as many lanes, each for its part of the tile
 #define MT (BK / 16)
 #define LANE_PAGES ((BK + 31) / 32)  // keys of a tile that a lane knows the pages of
 #define K_CHUNKS (D * KV_BYTES / 16)  // chunks of 16 bytes in a row
@@ -34,7 +35,7 @@ struct Shared {
     u32 exists[WARPS][STAGES][LANE_PAGES];
     int free_stage[WARPS];
 #if PAGED
-    int pages_ahead[WARPS][32];  // what is asked for early; nobody reads it here
+    int pages_ahead[WARPS][STAGES][PAGES_ASKED];  // asked for early: they come with a stage; nobody reads them
 #endif
 #if KEPT_WORDS
     float kept[KEPT_WORDS][THREADS];
